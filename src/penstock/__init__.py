@@ -1,0 +1,64 @@
+"""Penstock feeds a model from data that does not fit in memory, inside a memory budget that holds.
+
+Say what there is to read, how one thing is read, and how much memory may be used::
+
+    from penstock import Feed
+
+    feed = Feed(paths, load, batch_size=32, memory="2 GiB")
+    print(feed.plan)
+    for batch in feed:
+        ...
+"""
+
+from __future__ import annotations
+
+from penstock._core.budget import GiB, KiB, MiB
+from penstock._core.context import WorkerInfo, rng, worker
+from penstock._core.errors import (
+    BudgetError,
+    FeedClosed,
+    LeaseError,
+    LoadError,
+    LoadTimeout,
+    PenstockError,
+    SpecError,
+    WorkerLost,
+)
+from penstock._core.feed import Epoch, Feed, ResourceHeld, plan
+from penstock._core.plan import Plan
+from penstock._core.program import Into, Pad, Padded, Retry, into
+from penstock._core.source import Reader, Source, arrays
+from penstock._core.stats import Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "Epoch",
+    "Feed",
+    "FeedClosed",
+    "GiB",
+    "Into",
+    "KiB",
+    "LeaseError",
+    "LoadError",
+    "LoadTimeout",
+    "MiB",
+    "Pad",
+    "Padded",
+    "PenstockError",
+    "Plan",
+    "Reader",
+    "ResourceHeld",
+    "Retry",
+    "Source",
+    "SpecError",
+    "Stats",
+    "WorkerInfo",
+    "WorkerLost",
+    "arrays",
+    "into",
+    "plan",
+    "rng",
+    "worker",
+]

@@ -1,0 +1,14 @@
+"""The benchmark: workloads x contenders, each run in a process of its own, against limits measured in the same run.
+
+    workloads    what is to be read, how it is made from a seed, how a batch is checked
+    contenders   who reads it: Penstock and its peers, each set up as its own documentation advises
+    limits       what the machine could do at best: copies, page-cache reads, bare gathers, perfect sharing
+    claims       the ratios that Penstock promises
+    drive        takes one contender through its epochs and times it
+    trial        the process in which one contender runs
+    watch        memory and CPU time of that process tree, read from outside
+    harness      rounds, interleaving, outcomes
+    report       terminal, JSON and HTML
+
+Each file imports only files above it. Nothing of the engine imports this package.
+"""

@@ -1,0 +1,372 @@
+"""Rounds of trials: every contender and limit in a fresh process, one after the other, again and again.
+
+A round goes once through all contenders of a workload, each round starting one further on, so that a machine that slows
+down for a minute slows down everyone's neighbour too. Medians are over rounds.
+
+Runs in the parent. Memory is sampled in the first and the last epoch of every trial, at the cost of some CPU time; in
+the timed region only in the rounds that are made for that (``memory_rounds``), which count for nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import selectors
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from penstock._bench import watch
+from penstock._bench.contenders import CONTENDERS
+from penstock._bench.limits import LIMITS
+from penstock._bench.trial import Order
+from penstock._bench.workloads import WORKLOADS, Sizes
+
+__all__ = ["Outcome", "Results", "Setup", "Summary", "run", "summarize"]
+
+_SAMPLE_EVERY_S: Final = 0.02
+_SAID_CHARS: Final = 4000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setup:
+    """What is to be run."""
+
+    workloads: tuple[str, ...]
+    contenders: tuple[str, ...] | None = None
+    """None: all that a workload names."""
+    sizes: Sizes = dataclasses.field(default_factory=Sizes)
+    rounds: int = 5
+    memory_rounds: int = 1
+    workers: int = 2
+    seed: int = 0
+    budget_bytes: int = 2**30
+    timeout_s: float = 180.0
+    within_s: float | None = None
+    """Each workload starts no further round once its share of this is used up; the first round always runs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """One trial."""
+
+    workload: str
+    contender: str
+    round: int
+    status: str
+    """``ok``, ``wrong`` (content), ``failed``, ``timeout``"""
+    reason: str = ""
+    timed: bool = True
+    """False: memory was sampled all the time, so the rates do not count."""
+    result: dict[str, Any] = dataclasses.field(default_factory=dict)
+    base_bytes: int | None = None
+    """PSS when all was imported and in memory, before the contender did anything."""
+    peak_bytes: int | None = None
+    cpu_s: float | None = None
+    """Of the whole tree, in the timed region."""
+    left_behind: int = 0
+    """Processes that still lived two seconds after the trial ended."""
+    said: str = ""
+    """The end of what it wrote to standard error; after a timeout, the stacks of its threads."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """One contender or limit on one workload: medians over the rounds."""
+
+    workload: str
+    contender: str
+    kind: str
+    """``ours``, ``peer``, ``limit``"""
+    status: str
+    reason: str = ""
+    rounds: int = 0
+    samples_per_s: float | None = None
+    bytes_per_s: float | None = None
+    low: float | None = None
+    high: float | None = None
+    """Samples per second of the slowest and the fastest round."""
+    first_batch_s: float | None = None
+    gap_s: float | None = None
+    cpu_us_per_sample: float | None = None
+    peak_bytes: int | None = None
+    added_bytes: int | None = None
+    """Peak above what the process weighed before the contender did anything."""
+    left_behind: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Results:
+    """Everything that a run found."""
+
+    setup: Setup
+    machine: dict[str, Any]
+    outcomes: tuple[Outcome, ...]
+    summaries: tuple[Summary, ...]
+    took_s: float
+
+
+def _missing(modules: Iterable[str]) -> str:
+    """Why a contender cannot run; empty when it can."""
+    for module in modules:
+        top = module.partition(".")[0]
+        if importlib.util.find_spec(top) is None:
+            return f"{top} is not installed"
+    return ""
+
+
+def _machine() -> dict[str, Any]:
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as file:
+            model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), model)
+    except OSError:
+        pass
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    versions = {}
+    for package in ("penstock", "numpy", "torch", "tinyloader", "tinygrad"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": model, "cores": cores, "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(), "packages": versions,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }  # fmt: skip
+
+
+def _tell_where(process: subprocess.Popen[bytes]) -> None:
+    """Have a hanging trial write its stacks, then end it."""
+    if hasattr(signal, "SIGUSR1"):
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+    process.kill()
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Let the trial and what it started end, then make them; gives how many had to be made."""
+    deadline = time.monotonic() + 2
+    while (left := watch.tree(process.pid)) and time.monotonic() < deadline:
+        process.poll()
+        time.sleep(0.02)
+    for pid in left:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    return len(left)
+
+
+def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float) -> Outcome:
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "penstock._bench.trial"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0,
+            start_new_session=True,
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        base = peak = None
+        cpu_from = cpu_to = None
+        answer: dict[str, Any] = {}
+        status = "failed"
+        deadline = time.monotonic() + timeout_s
+        sampling = False
+        buffered = b""
+        try:
+            process.stdin.write(order.to_json().encode() + b"\n")
+            with selectors.DefaultSelector() as selector:
+                selector.register(process.stdout, selectors.EVENT_READ)
+                while not answer:
+                    left_s = deadline - time.monotonic()
+                    if left_s <= 0:
+                        status = "timeout"
+                        break
+                    if not selector.select(min(_SAMPLE_EVERY_S, left_s) if sampling else left_s):
+                        if sampling:
+                            peak = max(peak or 0, watch.pss_bytes(process.pid) or 0)
+                        continue
+                    chunk = process.stdout.read(65536)
+                    if not chunk:
+                        break
+                    *lines, buffered = (buffered + chunk).split(b"\n")
+                    for line in lines:
+                        said = json.loads(line)
+                        if said.get("mark") == "ready":
+                            base = peak = watch.pss_bytes(process.pid)
+                            sampling = True
+                            process.stdin.write(b"go\n")
+                        elif said.get("mark") == "timed":
+                            sampling = watch_all
+                            cpu_from = watch.cpu_s(process.pid)
+                        elif said.get("mark") == "timed-end":
+                            cpu_to = watch.cpu_s(process.pid)
+                            sampling = True
+                        else:
+                            answer = said
+        except BrokenPipeError:
+            pass  # it died early; what it wrote to standard error says why
+        finally:
+            # Only now: closing its input earlier could wake what reads from it.
+            if status == "timeout":
+                _tell_where(process)
+            process.stdin.close()
+            process.stdout.close()
+            left = _end(process)
+        errors.seek(0)
+        said = errors.read().decode(errors="replace")[-_SAID_CHARS:]
+        reason = ""
+        if answer:
+            reason = answer["result"].get("wrong", "")
+            status = "wrong" if reason else "ok"
+        elif status == "timeout":
+            reason = f"no result after {timeout_s:.0f} s"
+        else:
+            last = said.strip().splitlines()[-1:] or [f"ended with code {process.returncode} and no word"]
+            reason = last[0]
+    return Outcome(
+        workload=order.workload,
+        contender=order.contender,
+        round=round_,
+        status=status,
+        reason=reason,
+        timed=not watch_all,
+        result=answer.get("result", {}),
+        base_bytes=base,
+        peak_bytes=peak,
+        cpu_s=cpu_to - cpu_from if cpu_from is not None and cpu_to is not None else None,
+        left_behind=0 if status == "timeout" else left,
+        said=said,
+    )
+
+
+def _kind(name: str) -> str:
+    if name in LIMITS:
+        return "limit"
+    return "ours" if CONTENDERS[name].ours else "peer"
+
+
+def summarize(outcomes: Sequence[Outcome], skipped: Iterable[Summary] = ()) -> tuple[Summary, ...]:
+    """Medians over rounds, for each workload and contender, in the order of their first trial."""
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.workload, outcome.contender), []).append(outcome)
+    summaries = []
+    for (workload, contender), group in groups.items():
+        bad = [outcome for outcome in group if outcome.status != "ok"]
+        # A loader that delivers wrong samples has a speed too; it is shown with what is wrong, and wins nothing.
+        good = [outcome for outcome in group if outcome.result and outcome.timed]
+
+        def median(name: str, good: list[Outcome] = good) -> float | None:
+            found = [float(outcome.result[name]) for outcome in good if outcome.result.get(name) is not None]
+            return statistics.median(found) if found else None
+
+        rates = [float(outcome.result["samples_per_s"]) for outcome in good]
+        cpu = [
+            outcome.cpu_s / outcome.result["samples"] * 1e6
+            for outcome in good
+            if outcome.cpu_s is not None and outcome.result.get("samples")
+        ]
+        # The highest, not the median: a peak that was seen once was there.
+        seen = [outcome for outcome in group if outcome.peak_bytes is not None and outcome.base_bytes is not None]
+        # Wrong content in one round is wrong, whatever the other rounds did; so is a hang or a crash.
+        worst = next((outcome for outcome in bad if outcome.status == "wrong"), bad[0] if bad else None)
+        summaries.append(
+            Summary(
+                workload=workload,
+                contender=contender,
+                kind=_kind(contender),
+                status=worst.status if worst else "ok",
+                reason=f"{worst.reason} ({len(bad)} of {len(group)} trials)" if worst else "",
+                rounds=len(good),
+                samples_per_s=median("samples_per_s"),
+                bytes_per_s=median("bytes_per_s"),
+                low=min(rates, default=None),
+                high=max(rates, default=None),
+                first_batch_s=median("first_batch_s"),
+                gap_s=median("gap_s"),
+                cpu_us_per_sample=statistics.median(cpu) if cpu else None,
+                peak_bytes=max((outcome.peak_bytes or 0 for outcome in seen), default=None),
+                added_bytes=max(((o.peak_bytes or 0) - (o.base_bytes or 0) for o in seen), default=None),
+                left_behind=max((outcome.left_behind for outcome in group), default=0),
+            )
+        )
+    return (*summaries, *skipped)
+
+
+def run(setup: Setup, *, tell: Callable[[str], None] = lambda _: None) -> Results:
+    """Run the benchmark; ``tell`` gets a line of text per trial."""
+    began = time.monotonic()
+    outcomes: list[Outcome] = []
+    skipped: list[Summary] = []
+    folder = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
+    try:
+        for place, name in enumerate(setup.workloads, 1):
+            workload = WORKLOADS[name]
+            chosen = [c for c in workload.contenders if setup.contenders is None or c in setup.contenders]
+            names = []
+            for contender in chosen:
+                if reason := _missing(CONTENDERS[contender].needs):
+                    skipped.append(Summary(name, contender, _kind(contender), "skipped", reason))
+                    tell(f"{name:8} {contender:16} skipped: {reason}")
+                else:
+                    names.append(contender)
+            if not names:
+                continue
+            here = folder / name
+            here.mkdir()
+            tell(f"{name:8} making the data")
+            workload.make(here, setup.sizes, setup.seed)
+            for round_ in range(setup.rounds + setup.memory_rounds):
+                used_s = time.monotonic() - began
+                if round_ and setup.within_s and used_s > setup.within_s * place / len(setup.workloads):
+                    tell(f"{name:8} no time for round {round_ + 1}")
+                    break
+                watch_all = round_ >= setup.rounds
+                everyone = names if watch_all else [*names, *workload.limits]
+                turn = round_ % len(everyone)
+                for contender in everyone[turn:] + everyone[:turn]:
+                    order = Order(
+                        workload=name, contender=contender, folder=str(here), sizes=setup.sizes,
+                        workers=setup.workers, seed=setup.seed, budget_bytes=setup.budget_bytes,
+                    )  # fmt: skip
+                    outcome = _trial(order, round_=round_, watch_all=watch_all, timeout_s=setup.timeout_s)
+                    outcomes.append(outcome)
+                    tell(_line(outcome, setup))
+            shutil.rmtree(here)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Results(
+        setup=setup,
+        machine=_machine(),
+        outcomes=tuple(outcomes),
+        summaries=summarize(outcomes, skipped),
+        took_s=time.monotonic() - began,
+    )
+
+
+def _line(outcome: Outcome, setup: Setup) -> str:
+    what = "memory" if not outcome.timed else f"{outcome.round + 1}/{setup.rounds}"
+    if outcome.status != "ok":
+        found = f"{outcome.status}: {outcome.reason}"
+    elif not outcome.timed:
+        found = f"peak {(outcome.peak_bytes or 0) / 2**20:.0f} MiB"
+    elif WORKLOADS[outcome.workload].unit == "bytes":
+        found = f"{outcome.result['bytes_per_s'] / 1e9:.2f} GB/s"
+    else:
+        found = f"{outcome.result['samples_per_s']:,.0f} samples/s"
+    return f"{outcome.workload:8} {outcome.contender:16} {what:>7}  {found}"

@@ -1,0 +1,136 @@
+"""What the machine could do at best with a job, measured in the same run and, like the contenders, in a fresh process.
+
+A limit gives samples per second. It does no more than the name says: no order, no check (but for the gather, which goes
+through the same consumer as everyone, because there the consumer is no longer small), no delivery.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from penstock._bench.drive import drive
+from penstock._bench.workloads import Job, WrongContent
+
+__all__ = ["LIMITS"]
+
+# Long enough that a scheduler's hiccup of some milliseconds stays below a per cent.
+_ENOUGH_S: Final = 0.5
+
+
+def _reused_memory(size_bytes: int) -> mmap.mmap:
+    """Page-aligned memory that has been touched: fresh pages cost more than what is measured here."""
+    memory = mmap.mmap(-1, size_bytes)
+    np.frombuffer(memory, np.uint8)[:] = 1
+    return memory
+
+
+def _memcpy(job: Job) -> float:
+    size = job.sample_bytes
+    source, target = (np.frombuffer(_reused_memory(size), np.uint8) for _ in range(2))
+    copies, began = 0, time.perf_counter()
+    while (took := time.perf_counter() - began) < min(job.least_s, _ENOUGH_S) or not copies:
+        np.copyto(target, source)
+        copies += 1
+    return copies / took
+
+
+def _read_files(paths: list[str], size_bytes: int, least_s: float, start: Any, answer: Any) -> None:
+    """Runs in a reading process: files from the page cache into the same memory, over and over."""
+    memory = memoryview(_reused_memory(size_bytes + mmap.PAGESIZE))
+    start.wait()
+    reads, began = 0, time.perf_counter()
+    for path in itertools.cycle(paths):
+        if (took := time.perf_counter() - began) >= least_s and reads:
+            break
+        with open(path, "rb", buffering=0) as file:
+            file.readinto(memory)
+        reads += 1
+    answer.send(reads / took)
+    answer.close()
+
+
+def _read(job: Job, processes: int) -> float:
+    context = multiprocessing.get_context("spawn")
+    least_s = min(job.least_s, _ENOUGH_S)
+    start = context.Barrier(processes)
+    pipes = [context.Pipe(duplex=False) for _ in range(processes)]
+    crew = []
+    for number, (_, answer) in enumerate(pipes):
+        # Each begins elsewhere, so that no two read the same file at the same time.
+        first = len(job.items) * number // processes
+        paths = [*job.items[first:], *job.items[:first]]
+        crew.append(context.Process(target=_read_files, args=(paths, job.sample_bytes, least_s, start, answer)))
+        crew[-1].start()
+        answer.close()
+    rates = [float(question.recv()) for question, _ in pipes]
+    for process in crew:
+        process.join()
+    return sum(rates)
+
+
+def _read_alone(job: Job) -> float:
+    return _read(job, 1)
+
+
+def _read_together(job: Job) -> float:
+    return _read(job, job.workers)
+
+
+def _share(job: Job) -> float:
+    """Perfect sharing: what one process loads, times the workers, with no time lost between them."""
+    loaded, began = 0, time.perf_counter()
+    for loaded, item in enumerate(job.items, 1):
+        job.load(item)
+        # Whole groups of 64, so that the slow items are there in their proportion.
+        if loaded % 64 == 0 and time.perf_counter() - began >= min(job.least_s, _ENOUGH_S):
+            break
+    return loaded / (time.perf_counter() - began) * job.workers
+
+
+class _Gather:
+    """``x[index], y[index]``, with the permutations made beforehand."""
+
+    def __init__(self, job: Job) -> None:
+        assert job.arrays is not None
+        self._columns, self._size = job.arrays, job.batch_size
+        rng = np.random.default_rng(job.seed)
+        self._orders = [rng.permutation(job.samples) for _ in range(3)]
+
+    def _epoch(self, order: Any) -> Iterator[Any]:
+        columns, size = self._columns, self._size
+        for start in range(0, len(order), size):
+            rows = order[start : start + size]
+            yield tuple(column[rows] for column in columns)
+
+    def epochs(self) -> Iterator[Iterable[Any]]:
+        return (self._epoch(order) for order in itertools.cycle(self._orders))
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def _gather(job: Job) -> float:
+    timing, _ = drive(job, _Gather, mark=lambda _: None)
+    if timing.wrong:
+        raise WrongContent(timing.wrong)
+    return timing.samples / timing.seconds
+
+
+LIMITS: Final[dict[str, tuple[str, Callable[[Job], float]]]] = {
+    "memcpy": ("copying between reused memory", _memcpy),
+    "read-1": ("one process reading page cache into reused memory", _read_alone),
+    "read": ("all workers reading page cache into reused memory", _read_together),
+    "share": ("one process loading, times the workers", _share),
+    "gather": ("a bare x[index] per batch", _gather),
+}
+"""name -> (what it is, how it is measured in samples per second)"""

@@ -1,0 +1,286 @@
+"""What a run found, as a table for the terminal, as JSON, and as one HTML page that needs no network.
+
+Pure, but for ``write``. A rate is shown beside its share of the workload's first limit, and the ratio of ours to it.
+A contender whose content was wrong keeps its rate, marked, and takes no part in a claim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from penstock._bench.claims import CLAIMS, Claim
+from penstock._bench.contenders import CONTENDERS
+from penstock._bench.harness import Results, Summary
+from penstock._bench.limits import LIMITS
+from penstock._bench.workloads import WORKLOADS
+
+__all__ = ["as_html", "as_json", "as_text", "write"]
+
+Cells = Sequence[str]
+
+_STATUS: Final = {"wrong": "! WRONG CONTENT"}
+
+
+def _rate(summary: Summary) -> str:
+    if summary.samples_per_s is None or summary.bytes_per_s is None:
+        return "-"
+    if WORKLOADS[summary.workload].unit == "bytes":
+        return f"{summary.bytes_per_s / 1e9:.2f} GB/s"
+    return f"{_number(summary.samples_per_s)}/s"
+
+
+def _number(value: float) -> str:
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g} {unit}"
+    return f"{value:.3g}"
+
+
+def _spread(summary: Summary) -> str:
+    if not summary.samples_per_s or summary.low is None or summary.high is None or summary.rounds < 2:
+        return ""
+    return f"{summary.low / summary.samples_per_s - 1:+.0%} {summary.high / summary.samples_per_s - 1:+.0%}"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _mib(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else f"{size_bytes / 2**20:.0f}"
+
+
+def _ratio(ours: Summary | None, other: Summary) -> str:
+    if ours is None or ours is other or not ours.samples_per_s or not other.samples_per_s:
+        return ""
+    ratio = ours.samples_per_s / other.samples_per_s
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
+
+
+def _title(name: str) -> str:
+    return LIMITS[name][0] if name in LIMITS else CONTENDERS[name].title
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Table:
+    """One workload, ready to be drawn."""
+
+    name: str
+    title: str
+    head: Cells
+    rows: tuple[Cells, ...]
+    notes: tuple[str, ...]
+    limit: Summary | None
+    ran: tuple[Summary, ...]
+
+
+def _tables(results: Results) -> list[_Table]:
+    tables = []
+    for name in results.setup.workloads:
+        workload = WORKLOADS[name]
+        here = [summary for summary in results.summaries if summary.workload == name]
+        ran = sorted(
+            (summary for summary in here if summary.samples_per_s is not None),
+            key=lambda summary: (summary.kind != "limit", -(summary.samples_per_s or 0)),
+        )
+        ours = [summary for summary in ran if summary.kind == "ours"]
+        limit = next((summary for summary in ran if summary.contender == workload.limits[0]), None)
+        head = [
+            "contender", "rate", "rounds", f"of {workload.limits[0]}",
+            *(f"{summary.contender} / it" for summary in ours),
+            "first batch", "gap", "CPU/sample", "added MiB", "peak MiB",
+        ]  # fmt: skip
+        rows = [
+            [
+                summary.contender
+                + (" (limit)" if summary.kind == "limit" else "")
+                + ("" if summary.status == "ok" else " !"),
+                _rate(summary),
+                _spread(summary),
+                _ratio(summary, limit) if limit else "",
+                *(_ratio(mine, summary) for mine in ours),
+                _time(summary.first_batch_s),
+                _time(summary.gap_s),
+                _time(None if summary.cpu_us_per_sample is None else summary.cpu_us_per_sample / 1e6),
+                _mib(summary.added_bytes),
+                _mib(summary.peak_bytes),
+            ]
+            for summary in ran
+        ]
+        notes = [
+            f"{summary.contender}: {_STATUS.get(summary.status, summary.status)}: {summary.reason}"
+            for summary in here
+            if summary.status != "ok"
+        ]
+        notes += [
+            f"{summary.contender}: left {summary.left_behind} processes behind"
+            for summary in here
+            if summary.left_behind
+        ]
+        tables.append(_Table(name, workload.title, head, tuple(rows), tuple(notes), limit, tuple(ran)))
+    return tables
+
+
+def _claims(results: Results) -> list[tuple[Claim, float]]:
+    rates = {(s.workload, s.contender): s.samples_per_s for s in results.summaries if s.status == "ok"}
+    found = []
+    for claim in CLAIMS:
+        ours, other = rates.get((claim.workload, claim.contender)), rates.get((claim.workload, claim.other))
+        if ours and other:
+            found.append((claim, ours / other))
+    return found
+
+
+def _claim_text(claim: Claim, ratio: float) -> str:
+    verdict = "holds" if ratio >= claim.ratio else "DOES NOT HOLD"
+    return f"{claim.workload}: {claim.contender} is {ratio:.2f} x {claim.other}, wanted {claim.ratio:g}: {verdict}"
+
+
+def _about(results: Results) -> list[str]:
+    machine, setup = results.machine, results.setup
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    return [
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}, Python {machine['python']}, {packages}",
+        (
+            f"{machine['date']}; {setup.rounds} rounds and {setup.memory_rounds} for memory, {setup.workers} workers, "
+            f"budget {setup.budget_bytes / 2**20:.0f} MiB, seed {setup.seed}, {results.took_s:.0f} s"
+        ),
+    ]
+
+
+def as_text(results: Results) -> str:
+    """The whole run for a terminal."""
+    lines = [*_about(results), ""]
+    for table in _tables(results):
+        lines.append(f"{table.name}: {table.title}")
+        widths = [max(len(row[column]) for row in (table.head, *table.rows)) for column in range(len(table.head))]
+        for row in (table.head, *table.rows):
+            cells = [
+                cell.ljust(width) if not i else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  " + "  ".join(cells).rstrip())
+        lines += [f"  {note}" for note in table.notes]
+        lines.append("")
+    claims = [_claim_text(claim, ratio) for claim, ratio in _claims(results)]
+    if claims:
+        lines += ["claims", *(f"  {claim}" for claim in claims), ""]
+    return "\n".join(lines)
+
+
+def as_json(results: Results) -> str:
+    """Every trial and every median."""
+    tree = dataclasses.asdict(results)
+    tree["claims"] = [{**dataclasses.asdict(claim), "found": ratio} for claim, ratio in _claims(results)]
+    return json.dumps(tree, indent=1)
+
+
+# ---------------------------------------------------------------- HTML
+
+_STYLE: Final = """
+:root { color-scheme: light dark; --ours: #0b7285; --peer: #adb5bd; --limit: #e8590c; --bad: #c92a2a; }
+@media (prefers-color-scheme: dark) { :root { --ours: #3bc9db; --peer: #5c636a; --limit: #ff922b; --bad: #ff8787; } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
+th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #8884; }
+th:first-child, td:first-child { text-align: left; }
+.wide { overflow-x: auto; } .note, .bad { font-size: 13px; } .bad { color: var(--bad); }
+svg { width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
+.ours { fill: var(--ours); } .peer { fill: var(--peer); } .wrong { fill: var(--bad); }
+.line { stroke: var(--limit); stroke-width: 1.5; stroke-dasharray: 4 3; }
+"""
+_BAR_PX: Final = 22
+_LEFT_PX: Final = 130
+_WIDTH_PX: Final = 480
+
+
+def _bars(title: str, bars: Sequence[tuple[Summary, float, str]], *, mark: tuple[float, str] | None) -> str:
+    """Horizontal bars from zero, with a line for what bounds them."""
+    most = max((*(value for _, value, _ in bars), mark[0] if mark else 0.0)) or 1.0
+    # A budget that is many times what anyone used would press all bars against the axis.
+    if mark and bars and mark[0] > 4 * max(value for _, value, _ in bars):
+        title, most, mark = f"{title} ({mark[1]} is off the chart)", max(value for _, value, _ in bars) or 1.0, None
+    width = _WIDTH_PX - _LEFT_PX - 90
+    height = _BAR_PX * len(bars) + 44
+    parts = [f'<svg viewBox="0 0 {_WIDTH_PX} {height}" role="img" aria-label="{html.escape(title)}">']
+    parts.append(f'<text x="0" y="14" font-weight="600">{html.escape(title)}</text>')
+    for place, (summary, value, label) in enumerate(bars):
+        y = 24 + place * _BAR_PX
+        length = width * value / most
+        kind = "wrong" if summary.status == "wrong" else summary.kind
+        parts.append(f'<text x="{_LEFT_PX - 8}" y="{y + 14}" text-anchor="end">{html.escape(summary.contender)}</text>')
+        parts.append(
+            f'<rect class="{kind}" x="{_LEFT_PX}" y="{y + 2}" width="{length:.1f}" height="{_BAR_PX - 6}" rx="2">'
+            f"<title>{html.escape(_title(summary.contender))}</title></rect>"
+        )
+        parts.append(f'<text x="{_LEFT_PX + length + 6:.1f}" y="{y + 14}">{html.escape(label)}</text>')
+    if mark:
+        x = _LEFT_PX + width * mark[0] / most
+        parts.append(f'<line class="line" x1="{x:.1f}" y1="22" x2="{x:.1f}" y2="{height - 18}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{height - 4}" text-anchor="middle">{html.escape(mark[1])}</text>')
+    return "".join(parts) + "</svg>"
+
+
+def _charts(table: _Table, budget_bytes: int) -> str:
+    runners = [summary for summary in table.ran if summary.kind != "limit"]
+    top = table.limit.samples_per_s if table.limit else None
+    speed = [
+        (s, s.samples_per_s / (top or 1.0), f"{s.samples_per_s / top:.0%}" if top else _rate(s))
+        for s in runners
+        if s.samples_per_s is not None
+    ]
+    mark = (1.0, f"limit: {table.limit.contender} {_rate(table.limit)}") if table.limit else None
+    memory = [(s, s.added_bytes / 2**20, f"{_mib(s.added_bytes)} MiB") for s in runners if s.added_bytes is not None]
+    charts = [_bars("rate, relative to the limit" if top else "rate", speed, mark=mark)]
+    if memory:
+        budget = budget_bytes / 2**20
+        charts.append(
+            _bars("memory added at the peak (PSS of the tree)", memory, mark=(budget, f"budget {budget:.0f} MiB"))
+        )
+    return "".join(charts)
+
+
+def as_html(results: Results) -> str:
+    """The whole run as one page."""
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Penstock benchmark</title>',
+        f"<style>{_STYLE}</style></head><body><h1>Penstock benchmark</h1>",
+        *(f'<p class="note">{html.escape(line)}</p>' for line in _about(results)),
+        (
+            '<p class="note">Rates are medians over rounds; each trial is a fresh process, and contenders take turns. '
+            "“penstock / it” says how many times Penstock's rate is the row's. "
+            "CPU and memory are of the whole process tree.</p>"
+        ),
+    ]
+    for table in _tables(results):
+        parts.append(f"<h2>{html.escape(table.title)}</h2>{_charts(table, results.setup.budget_bytes)}")
+        parts.append(
+            '<div class="wide"><table><tr>' + "".join(f"<th>{html.escape(cell)}</th>" for cell in table.head) + "</tr>"
+        )
+        parts += ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows]
+        parts.append("</table></div>")
+        parts += [f'<p class="bad">{html.escape(note)}</p>' for note in table.notes]
+    claims = [_claim_text(claim, ratio) for claim, ratio in _claims(results)]
+    if claims:
+        parts.append("<h2>Claims</h2><ul>" + "".join(f"<li>{html.escape(claim)}</li>" for claim in claims) + "</ul>")
+    return "".join([*parts, "</body></html>"])
+
+
+def write(results: Results, folder: Path) -> list[Path]:
+    """Put ``bench.json`` and ``bench.html`` into a folder; gives their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, text in (("bench.json", as_json(results)), ("bench.html", as_html(results))):
+        path = folder / name
+        path.write_text(text, encoding="utf-8")
+        written.append(path)
+    return written

@@ -1,0 +1,441 @@
+"""What the contenders read: the data, how one sample is loaded, and how a batch is proved right.
+
+``make`` runs once in the harness and writes the data from a seed. ``job`` runs in every trial and gives the contender
+its items, its load function and the check. A check has two strengths: ``touch`` runs in the timed epochs, costs every
+contender the same and reads at least something of every sample (for large arrays: of every page); ``verify`` runs in
+the last, untimed epoch and looks at every byte. What ``touch`` records is judged in ``finish``.
+
+Does not cover: who loads, how it is timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["FULL", "QUICK", "WORKLOADS", "Check", "Job", "Sizes", "Workload", "WrongContent"]
+
+Array = npt.NDArray[Any]
+
+# A page is what the kernel copies and maps at once; one word of each proves that all of them arrived.
+_PAGE_BYTES: Final = 4096
+_PAGE_WORDS: Final = _PAGE_BYTES // 8
+# What the checks may remember, so that many short epochs do not show up as memory of the contender.
+_RECORD_BYTES: Final = 48 * 2**20
+
+
+class WrongContent(Exception):
+    """A contender delivered a sample twice, not at all, out of order, or with other bytes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large each workload is; every field is a flag of the command line."""
+
+    big_files: int = 24
+    big_bytes: int = 24 * 2**20
+    big_samples: int = 96
+    big_batch: int = 1
+    rows: int = 200_000
+    rows_width: int = 128
+    rows_batch: int = 256
+    slow_items: int = 1024
+    slow_ms: float = 1.0
+    slow_batch: int = 16
+    python_rows: int = 50_000
+    python_batch: int = 256
+    least_s: float = 1.5
+    """A timed region lasts at least this long, in whole epochs."""
+
+
+FULL: Final = Sizes()
+# The same shapes with fewer of them: ratios move a little, none of them changes its meaning.
+QUICK: Final = Sizes(big_files=8, big_samples=24, rows=100_000, slow_items=256, python_rows=20_000, least_s=0.5)
+
+
+class Check(Protocol):
+    """Proof that each sample of each epoch came once, in its place, with the right bytes."""
+
+    def touch(self, batch: Any) -> None: ...
+    def verify(self, batch: Any) -> None: ...
+    def finish(self) -> None:
+        """Raise WrongContent unless all was right."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One workload as one contender gets it."""
+
+    items: Sequence[Any]
+    load: Callable[[Any], Any]
+    batch_size: int
+    sample_bytes: int
+    check: Check
+    workers: int
+    budget_bytes: int
+    seed: int
+    least_s: float
+    most_epochs: int
+    """Timed epochs that the check has room for."""
+    shuffle: bool = False
+    arrays: tuple[Array, ...] | None = None
+    """The samples as columns, when they are in memory anyway."""
+    load_into: Callable[[Any, Any], None] | None = None
+    spec: Any = None
+    """What ``load_into`` fills, as ``penstock.into`` wants it."""
+
+    @property
+    def samples(self) -> int:
+        return len(self.items)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Workload:
+    """A kind of data, who reads it and what bounds it."""
+
+    name: str
+    title: str
+    contenders: tuple[str, ...]
+    limits: tuple[str, ...]
+    """The first is the one that shares are given of."""
+    unit: str
+    """What a rate is shown in: ``bytes`` or ``samples``."""
+    make: Callable[[Path, Sizes, int], None]
+    job: Callable[[Path, Sizes, int, int, int], Job]
+    """folder, sizes, workers, seed, budget_bytes -> Job"""
+
+
+def _epochs_with_room(samples: int, bytes_per_sample: int) -> int:
+    return max(2, min(200, _RECORD_BYTES // (samples * bytes_per_sample)))
+
+
+# ---------------------------------------------------------------- big: arrays of 24 MiB, one .npy file each
+
+
+class _PageCheck:
+    """For large arrays whose first word is the number of the file they came from."""
+
+    def __init__(self, page_sums: Array, file_words: Array, expected: Array, *, epochs: int) -> None:
+        self._page_sums = page_sums  # (files, pages): the sum of all words of a page, modulo 2**64
+        self._file_words = file_words  # (files,): the sum of the first words of all pages
+        self._expected = expected
+        # Filled, not empty: the first touch of these pages belongs to no contender.
+        self._ids = np.full(len(expected) * epochs, 2**63, np.uint64)
+        self._sums = np.full(len(expected) * epochs, 2**63, np.uint64)
+        self._count = 0
+        # Told at the end: a loader whose epoch is broken off in the middle is another test.
+        self._wrong: list[str] = []
+
+    def _record(self, batch: Any) -> Array:
+        array = np.asarray(batch)
+        words: Array = array.reshape(len(array), -1).view(np.uint64)
+        here = slice(self._count, self._count + len(words))
+        self._ids[here] = words[:, 0]
+        self._sums[here] = words[:, ::_PAGE_WORDS].sum(axis=1)
+        self._count += len(words)
+        return words
+
+    def touch(self, batch: Any) -> None:
+        self._record(batch)
+
+    def verify(self, batch: Any) -> None:
+        for words in self._record(batch):
+            file = int(words[0])
+            if file >= len(self._page_sums):
+                continue  # finish() says so
+            wrong = np.flatnonzero(words.reshape(-1, _PAGE_WORDS).sum(axis=1) != self._page_sums[file])
+            if len(wrong):
+                self._wrong.append(
+                    f"the sample of file {file} has {len(wrong)} wrong pages of {self._page_sums.shape[1]}, "
+                    f"the first at byte {wrong[0] * _PAGE_BYTES}"
+                )
+
+    def finish(self) -> None:
+        epochs, rest = divmod(self._count, len(self._expected))
+        if rest:
+            raise WrongContent(
+                f"{self._count} samples came; that is not a whole number of epochs of {len(self._expected)}"
+            )
+        wanted = np.tile(self._expected, epochs)
+        wrong = np.flatnonzero(self._ids[: self._count] != wanted)
+        if len(wrong):
+            raise WrongContent(
+                f"sample {wrong[0]} is of file {self._ids[wrong[0]]}, not {wanted[wrong[0]]}; {len(wrong)} are wrong"
+            )
+        wrong = np.flatnonzero(self._sums[: self._count] != self._file_words[wanted])
+        if len(wrong):
+            raise WrongContent(f"sample {wrong[0]} has pages of another sample; {len(wrong)} are wrong")
+        if self._wrong:
+            raise WrongContent(self._wrong[0])
+
+
+def _make_big(folder: Path, sizes: Sizes, seed: int) -> None:
+    pages = max(1, sizes.big_bytes // _PAGE_BYTES)
+    sums = np.empty((sizes.big_files, pages), np.uint64)
+    firsts = np.empty(sizes.big_files, np.uint64)
+    for file in range(sizes.big_files):
+        array = np.random.default_rng((seed, file)).random((pages, _PAGE_BYTES // 4), dtype=np.float32)
+        words = array.reshape(-1).view(np.uint64)
+        words[0] = file
+        sums[file] = words.reshape(-1, _PAGE_WORDS).sum(axis=1)
+        firsts[file] = words[::_PAGE_WORDS].sum()
+        with open(folder / f"{file:05d}.npy", "wb") as out:
+            np.save(out, array)
+            out.flush()
+            # Otherwise the kernel writes these pages back while the first contenders run.
+            os.fsync(out.fileno())
+    np.savez(folder / "truth.npz", sums=sums, firsts=firsts)
+
+
+def read_npy_into(path: str, out: Array) -> None:
+    """Read the array in a .npy file straight into ``out``."""
+    with open(path, "rb", buffering=0) as file:
+        version = np.lib.format.read_magic(file)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(file)
+        if shape != out.shape or dtype != out.dtype:
+            raise ValueError(f"{path} holds {dtype}{list(shape)}, the slot {out.dtype}{list(out.shape)}")
+        rest = memoryview(out.data).cast("B")
+        while rest:
+            got = file.readinto(rest)
+            if not got:
+                raise EOFError(f"{path} ends {len(rest)} bytes early")
+            rest = rest[got:]
+
+
+def _big_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: int) -> Job:
+    truth = np.load(folder / "truth.npz")
+    order = np.arange(sizes.big_samples) % sizes.big_files
+    paths = [str(folder / f"{file:05d}.npy") for file in range(sizes.big_files)]
+    buffer = bytearray(2**20)
+    for path in paths:  # whatever ran before may have pushed them out of the page cache
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    epochs = _epochs_with_room(sizes.big_samples, 16)
+    shape = (truth["sums"].shape[1], _PAGE_BYTES // 4)
+    return Job(
+        items=[paths[file] for file in order],
+        load=np.load,
+        load_into=read_npy_into,
+        spec=(shape, "float32"),
+        batch_size=sizes.big_batch,
+        sample_bytes=shape[0] * _PAGE_BYTES,
+        check=_PageCheck(truth["sums"], truth["firsts"], order, epochs=epochs + 2),
+        workers=workers,
+        budget_bytes=budget_bytes,
+        seed=seed,
+        least_s=sizes.least_s,
+        most_epochs=epochs,
+    )
+
+
+# ---------------------------------------------------------------- small samples: a row and the number of the row
+
+
+class _RowCheck:
+    """For samples of (row, number of the row), in order or as a permutation."""
+
+    def __init__(self, truth: Array, *, epochs: int, shuffled: bool) -> None:
+        self._truth = truth
+        self._shuffled = shuffled
+        self._ids = np.full(len(truth) * epochs, -1, np.int64)
+        self._firsts = np.full(len(truth) * epochs, np.nan, truth.dtype)
+        self._count = 0
+        self._wrong: list[str] = []
+
+    def touch(self, batch: Any) -> None:
+        x, y = (np.asarray(leaf) for leaf in batch)
+        here = slice(self._count, self._count + len(y))
+        self._ids[here] = y
+        self._firsts[here] = x[:, 0]
+        self._count = here.stop
+
+    def verify(self, batch: Any) -> None:
+        self.touch(batch)
+        x, y = (np.asarray(leaf) for leaf in batch)
+        if not np.array_equal(x, self._truth[y]):
+            wrong = np.flatnonzero((x != self._truth[y]).any(axis=1))
+            self._wrong.append(f"{len(wrong)} of {len(y)} rows of a batch are wrong, the first is row {y[wrong[0]]}")
+
+    def finish(self) -> None:
+        rows = len(self._truth)
+        epochs, rest = divmod(self._count, rows)
+        if rest:
+            raise WrongContent(f"{self._count} samples came; that is not a whole number of epochs of {rows}")
+        for epoch, ids in enumerate(self._ids[: self._count].reshape(epochs, rows)):
+            if self._shuffled and np.array_equal(ids, np.arange(rows)) and rows > 64:
+                raise WrongContent(f"epoch {epoch} was to be shuffled and is in the order of the source")
+            wrong = np.flatnonzero((np.sort(ids) if self._shuffled else ids) != np.arange(rows))
+            if len(wrong):
+                raise WrongContent(
+                    f"epoch {epoch} does not hold each of {rows} rows once and in place: {len(wrong)} are wrong"
+                )
+        if not np.array_equal(self._firsts[: self._count], self._truth[self._ids[: self._count], 0]):
+            raise WrongContent("rows came with the numbers of other rows")
+        if self._wrong:
+            raise WrongContent(self._wrong[0])
+
+
+def _row_job(
+    truth: Array, load: Callable[[Any], Any], batch_size: int, *,
+    workers: int, seed: int, budget_bytes: int, least_s: float, arrays: tuple[Array, ...] | None = None,
+) -> Job:  # fmt: skip
+    epochs = _epochs_with_room(len(truth), 8 + truth.itemsize)
+    shuffle = arrays is not None
+    return Job(
+        items=range(len(truth)),
+        load=load,
+        batch_size=batch_size,
+        sample_bytes=truth[:1].nbytes + 8,
+        check=_RowCheck(truth, epochs=epochs + 2, shuffled=shuffle),
+        workers=workers,
+        budget_bytes=budget_bytes,
+        seed=seed,
+        least_s=least_s,
+        most_epochs=epochs,
+        shuffle=shuffle,
+        arrays=arrays,
+    )
+
+
+# rows: all samples are in memory as two arrays, and are wanted shuffled
+
+
+def _make_rows(folder: Path, sizes: Sizes, seed: int) -> None:
+    np.save(folder / "x.npy", np.random.default_rng(seed).random((sizes.rows, sizes.rows_width), dtype=np.float32))
+
+
+def _load_row(columns: tuple[Array, ...], row: int) -> tuple[Any, ...]:
+    return tuple(column[row] for column in columns)
+
+
+def _rows_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: int) -> Job:
+    x = np.load(folder / "x.npy")
+    arrays = (x, np.arange(len(x)))
+    return _row_job(
+        x, functools.partial(_load_row, arrays), sizes.rows_batch, arrays=arrays,
+        workers=workers, seed=seed, budget_bytes=budget_bytes, least_s=sizes.least_s,
+    )  # fmt: skip
+
+
+# slow: one item in 64 takes 50 times as long as the others
+
+_SLOW_GROUP: Final = 64
+_SLOW_FACTOR: Final = 50
+
+
+def _make_slow(folder: Path, sizes: Sizes, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    np.save(folder / "x.npy", rng.random((sizes.slow_items, 256), dtype=np.float32))
+    # Somewhere in each group, not always first: else a loader with the right batch size is lucky every time.
+    units = np.ones((-(-sizes.slow_items // _SLOW_GROUP), _SLOW_GROUP))
+    units[np.arange(len(units)), rng.integers(0, _SLOW_GROUP, len(units))] = _SLOW_FACTOR
+    np.save(folder / "seconds.npy", units.reshape(-1)[: sizes.slow_items] * sizes.slow_ms / 1000)
+
+
+def _load_slowly(rows: Array, seconds: Array, item: int) -> tuple[Array, int]:
+    # Sleeping, not computing: a two-core machine would otherwise measure what the consumer takes from the workers.
+    time.sleep(seconds[item])
+    return rows[item], item
+
+
+def _slow_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: int) -> Job:
+    x = np.load(folder / "x.npy")
+    return _row_job(
+        x, functools.partial(_load_slowly, x, np.load(folder / "seconds.npy")), sizes.slow_batch,
+        workers=workers, seed=seed, budget_bytes=budget_bytes, least_s=sizes.least_s,
+    )  # fmt: skip
+
+
+# python: a record of text per sample, parsed by Python code that holds the GIL
+
+_FIELDS: Final = 16
+_FIELD_CHARS: Final = 6
+_RECORD_CHARS: Final = _FIELDS * _FIELD_CHARS
+
+
+def _make_python(folder: Path, sizes: Sizes, seed: int) -> None:
+    values = np.random.default_rng(seed).integers(0, 10_000, (sizes.python_rows, _FIELDS))
+    (folder / "records.txt").write_bytes(b"".join(b"%05d," % value for value in values.reshape(-1).tolist()))
+    np.save(folder / "x.npy", values.astype(np.float32))
+
+
+class _Records:
+    """A load that carries a path, not the records: each process maps the file when it first needs it."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._map: mmap.mmap | None = None
+
+    def __reduce__(self) -> tuple[type[_Records], tuple[str]]:
+        return _Records, (self._path,)
+
+    def __call__(self, row: int) -> tuple[Array, int]:
+        if self._map is None:
+            with open(self._path, "rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        text = self._map[row * _RECORD_CHARS : (row + 1) * _RECORD_CHARS]
+        return np.array([float(field) for field in text.split(b",")[:_FIELDS]], np.float32), row
+
+
+def _python_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: int) -> Job:
+    return _row_job(
+        np.load(folder / "x.npy"), _Records(str(folder / "records.txt")), sizes.python_batch,
+        workers=workers, seed=seed, budget_bytes=budget_bytes, least_s=sizes.least_s,
+    )  # fmt: skip
+
+
+WORKLOADS: Final = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            name="big",
+            title="big arrays: 24 MiB .npy files in the page cache",
+            contenders=(
+                "penstock", "penstock-into", "penstock-thread", "loop", "threads",
+                "torch-0", "torch", "tinyloader", "tinyloader-shm",
+            ),
+            limits=("read", "read-1", "memcpy"),
+            unit="bytes",
+            make=_make_big,
+            job=_big_job,
+        ),
+        Workload(
+            name="rows",
+            title="small rows in memory: float32[128] and a label, shuffled",
+            contenders=("penstock", "torch-0", "torch", "torch-getitems"),
+            limits=("gather",),
+            unit="samples",
+            make=_make_rows,
+            job=_rows_job,
+        ),
+        Workload(
+            name="slow",
+            title="one item in 64 takes 50 times as long",
+            contenders=("penstock", "loop", "threads", "torch"),
+            limits=("share",),
+            unit="samples",
+            make=_make_slow,
+            job=_slow_job,
+        ),
+        Workload(
+            name="python",
+            title="small rows, each parsed by a Python load",
+            contenders=("penstock", "loop", "threads", "torch-0", "torch"),
+            limits=("share",),
+            unit="samples",
+            make=_make_python,
+            job=_python_job,
+        ),
+    )
+}  # fmt: skip

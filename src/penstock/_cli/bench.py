@@ -1,0 +1,129 @@
+"""``penstock bench``: Penstock and its peers on the same data, against what the machine can do."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+from penstock._core.budget import parse_size
+
+__all__ = ["add_arguments", "run"]
+
+_EPILOG = """\
+examples:
+  penstock bench --quick
+  penstock bench --workload big --big-batch 4 --rounds 7
+  penstock bench --workload rows --contender penstock --contender torch
+"""
+_SIZES_HELP = {
+    "big_files": "files of the workload big",
+    "big_bytes": "bytes of one of its arrays",
+    "big_samples": "samples of one epoch; the files are read again and again",
+    "big_batch": "samples of a batch",
+    "rows": "rows of the workload rows",
+    "rows_width": "float32 values of one row",
+    "rows_batch": "samples of a batch",
+    "slow_items": "items of the workload slow",
+    "slow_ms": "what one ordinary item takes; one in 64 takes 50 times that",
+    "slow_batch": "samples of a batch",
+    "python_rows": "rows of the workload python",
+    "python_batch": "samples of a batch",
+    "least_s": "least seconds of a timed region",
+}
+# Quick is a promise of less than three minutes; this leaves room for the round that is running when time is up.
+_QUICK_S = 130.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``penstock bench``."""
+    from penstock._bench.contenders import CONTENDERS
+    from penstock._bench.workloads import FULL, QUICK, WORKLOADS
+
+    parser.epilog = _EPILOG
+    parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds: less than three minutes")
+    parser.add_argument(
+        "--workload", action="append", choices=[*WORKLOADS], help="only this one; repeat for more (all)"
+    )
+    parser.add_argument(
+        "--contender", action="append", choices=[*CONTENDERS], metavar="NAME",
+        help=f"only this one; repeat for more, out of {', '.join(CONTENDERS)} (all)",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=_count, metavar="N", help="timed rounds (5, quick 2)")
+    parser.add_argument(
+        "--memory-rounds", type=_count_or_none, metavar="N", help="further rounds, only to sample memory (1, quick 0)"
+    )
+    parser.add_argument("--workers", type=_count, default=2, metavar="N", help="workers of whoever has some (2)")
+    parser.add_argument("--memory", type=_memory, default=2**30, metavar="SIZE", help='budget of Penstock ("1 GiB")')
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what the data is made from (0)")
+    parser.add_argument("--timeout", type=_positive, metavar="S", help="seconds for one trial (180, quick 25)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(".bench"), metavar="DIR", help="for bench.json and bench.html (.bench)"
+    )
+    sizes = parser.add_argument_group("sizes")
+    for field in dataclasses.fields(FULL):
+        full, quick = getattr(FULL, field.name), getattr(QUICK, field.name)
+        default = f"{full}" if full == quick else f"{full}, quick {quick}"
+        kind = _positive if isinstance(full, float) else _count
+        sizes.add_argument(
+            f"--{field.name.replace('_', '-')}", type=kind, metavar="N", help=f"{_SIZES_HELP[field.name]} ({default})"
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it, print the table, write the files; 1 when a contender of ours failed or gave wrong samples."""
+    from penstock._bench import harness, report
+    from penstock._bench.workloads import FULL, QUICK, WORKLOADS
+
+    sizes = QUICK if args.quick else FULL
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(sizes)}
+    setup = harness.Setup(
+        workloads=tuple(args.workload or WORKLOADS),
+        contenders=None if args.contender is None else tuple(args.contender),
+        sizes=dataclasses.replace(sizes, **{name: value for name, value in given.items() if value is not None}),
+        rounds=args.rounds or (2 if args.quick else 5),
+        memory_rounds=args.memory_rounds if args.memory_rounds is not None else (0 if args.quick else 1),
+        workers=args.workers,
+        seed=args.seed,
+        budget_bytes=args.memory,
+        timeout_s=args.timeout or (25.0 if args.quick else 180.0),
+        within_s=_QUICK_S if args.quick and args.rounds is None else None,
+    )
+    results = harness.run(setup, tell=lambda line: print(line, file=sys.stderr, flush=True))
+    print(f"\n{report.as_text(results)}")
+    for path in report.write(results, args.out):
+        print(f"wrote {path}")
+    ours_ran = [summary for summary in results.summaries if summary.kind == "ours"]
+    return 0 if all(summary.status == "ok" for summary in ours_ran) else 1
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _count_or_none(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
+def _memory(text: str) -> int:
+    from penstock._core.budget import GiB
+
+    try:
+        # A fraction would make two machines run two benchmarks; refused by leaving nothing to take it of.
+        return parse_size(int(text) if text.isdigit() else text, available=GiB(1))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

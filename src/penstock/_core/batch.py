@@ -1,0 +1,161 @@
+"""From a filled slot to the batch in the user's hands, and the lease that says when the slot is free. Runs in the parent.
+
+A lease is a ctypes array over the slot: every numpy view, view of a view and torch tensor of the batch keeps it
+alive, and its weak reference fires when the last one is gone. A finalizer on a batch array itself would be wrong:
+numpy lets views point past it to whatever owns the memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import optree
+
+from penstock._core.fill import Packed
+from penstock._core.layout import Layout, array_at
+from penstock._core.spec import Array, load_tree
+
+__all__ = ["Assembler", "Leases", "Texts", "Trees", "nbytes_of", "packed_batch", "rows_batch"]
+
+Texts = list[tuple[int, int, bytes]]
+Convert = Callable[[Array], Any]
+
+
+class Leases:
+    """The leases of one arena; tells ``ended`` which slot is free again, from whatever thread dropped the batch."""
+
+    def __init__(self, ended: Callable[[int], None]) -> None:
+        self._ended = ended
+        self._held: dict[int, weakref.ref[Any]] = {}
+
+    def take(self, slot: int, mapping: Any, start: int, size: int) -> Any:
+        """Memory of a slot whose last reference ends the lease."""
+        memory = (ctypes.c_char * size).from_buffer(mapping, start)
+        # The callback must not keep this object: a feed that is dropped with batches alive would never be collected.
+        tell = weakref.WeakMethod(self._over)
+
+        def over(_: Any) -> None:
+            if (method := tell()) is not None:
+                method(slot)
+
+        self._held[slot] = weakref.ref(memory, over)
+        return memory
+
+    def _over(self, slot: int) -> None:
+        self._held.pop(slot, None)
+        self._ended(slot)
+
+
+def rows_batch(layout: Layout, memory: Any, start: int, rows: int, texts: Texts, convert: Convert | None) -> list[Any]:
+    """The leaves of a batch of rows: arrays over the slot, lists of str or bytes."""
+    columns = layout.arrays(memory, start)
+    leaves: list[Any] = []
+    at = 0
+    for leaf in layout.spec.leaves:
+        if leaf.kind == "array":
+            column = columns[at][:rows]
+            leaves.append(column if convert is None else convert(column))
+            at += 1
+        else:
+            long = {row: data for row, column_at, data in texts if column_at == at}
+            lengths, cells = columns[at][:rows].tolist(), columns[at + 1]
+            width = leaf.shape[0]
+            data = [long[i] if n > width else cells[i, :n].tobytes() for i, n in enumerate(lengths)]
+            leaves.append([d.decode("utf-8", "surrogatepass") for d in data] if leaf.kind == "str" else data)
+            at += 2
+    return leaves
+
+
+class Trees:
+    """Trees that workers sent, by their bytes: the same few come again and again."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, optree.PyTreeSpec] = {}
+
+    def get(self, data: bytes) -> optree.PyTreeSpec:
+        """The tree of these bytes."""
+        if (tree := self._known.get(data)) is None:
+            if len(self._known) > 256:
+                self._known.clear()
+            tree = self._known[data] = load_tree(data)
+        return tree
+
+
+def packed_batch(packed: Packed, trees: Trees, memory: Any, start: int, convert: Convert | None, *, copy: bool) -> Any:
+    """The batch that a collate function made, as arrays over the slot (or copies of them)."""
+    leaves: list[Any] = []
+    for kind, dtype, shape, offset in packed.leaves:
+        array = array_at(memory, start + offset, shape, dtype)
+        if kind == "array":
+            if copy:
+                array = array.copy()
+            leaves.append(array if convert is None else convert(array))
+        elif kind == "scalar":
+            leaves.append(array[()].item())
+        else:
+            data = array.tobytes()
+            leaves.append(data.decode("utf-8", "surrogatepass") if kind == "str" else data)
+    return optree.tree_unflatten(trees.get(packed.tree), leaves)
+
+
+def nbytes_of(leaves: Sequence[Any]) -> int:
+    """Bytes of the arrays and texts among these leaves."""
+    total = 0
+    for leaf in leaves:
+        size = getattr(leaf, "nbytes", None)
+        if size is not None:
+            total += int(size)
+        elif isinstance(leaf, list):
+            total += sum(map(len, leaf))
+    return total
+
+
+class Assembler:
+    """Cuts batches of any size from pieces of any size, by copying.
+
+    For what cannot be given its place beforehand: items with any number of samples, and everything after an item that
+    was skipped. A piece is a list of leaves, each an array of rows or a list of values.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[list[Any]] = []
+        self._held = 0
+
+    def __len__(self) -> int:
+        return self._held
+
+    def add(self, leaves: list[Any], rows: int) -> None:
+        """Take these rows (copied already, or lists)."""
+        if rows:
+            self._pieces.append(leaves)
+            self._held += rows
+
+    def cut(self, rows: int) -> list[Any]:
+        """The leaves of the next ``rows`` rows."""
+        parts: list[list[Any]] = []
+        wanted = rows
+        while wanted:
+            piece = self._pieces[0]
+            size = len(piece[0])
+            if size <= wanted:
+                parts.append(self._pieces.pop(0))
+                wanted -= size
+            else:
+                parts.append([leaf[:wanted] for leaf in piece])
+                self._pieces[0] = [leaf[wanted:] for leaf in piece]
+                wanted = 0
+        self._held -= rows
+        return [_join([part[i] for part in parts]) for i in range(len(parts[0]))]
+
+
+def _join(parts: list[Any]) -> Any:
+    if isinstance(parts[0], list):
+        return [value for part in parts for value in part]
+    if len(parts) == 1:
+        # A piece of a larger one would keep all of it alive.
+        return parts[0] if parts[0].base is None else parts[0].copy()
+    return np.concatenate(parts)

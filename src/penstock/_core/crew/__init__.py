@@ -1,0 +1,57 @@
+"""Who does the tasks: one interface, several crews.
+
+    inline.py      this process, when it is asked for a batch
+    threads.py     threads of this process
+    processes.py   worker processes on Linux
+    portable.py    worker processes where memfd, pidfd or seqpacket sockets are missing
+
+A crew gets tasks and gives replies, in any order; every task that was submitted and not withdrawn is replied to
+exactly once, whatever happens to those who worked on it. It knows nothing of batches, orders or leases. A
+distributed engine would be one more crew.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from penstock._core.arena import Arena
+from penstock._core.program import Probe
+from penstock._core.spec import Spec
+from penstock._core.task import Grant, Reply, Task
+
+__all__ = ["Crew"]
+
+
+class Crew(Protocol):
+    """Workers of one kind, and the memory they write to."""
+
+    arena: Arena
+    restarts: int
+    """Workers that were replaced."""
+
+    def probe(self, task: Task) -> Probe:
+        """Load a few items to learn what a sample looks like and costs; raises what went wrong as a Failure's error."""
+
+    def start(self, spec: Spec, rows: int, workers: int) -> None:
+        """Get ready for tasks: the form of a sample and the rows of a slot are known."""
+
+    def submit(self, task: Task) -> None:
+        """Have a task done."""
+
+    def withdraw(self) -> list[int]:
+        """Take back the tasks that nobody has begun; they are never replied to."""
+
+    def grant(self, worker: int, grant: Grant) -> None:
+        """Give a worker that asked for MORE room to go on."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until there may be something to take, or the time is over. Changes nothing, so it needs no lock."""
+
+    def take(self) -> list[Reply]:
+        """The replies that are there now."""
+
+    def pids(self) -> list[int]:
+        """Processes of this crew, for measuring."""
+
+    def close(self) -> None:
+        """End all that the crew started. Twice is harmless."""

@@ -1,0 +1,82 @@
+"""The crew of one that works in the consumer's own process, when it is asked for a batch and not before."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from penstock._core.arena import Arena
+from penstock._core.fill import Filler, SampleGauge, Steps
+from penstock._core.program import Probe, Program
+from penstock._core.spec import Spec
+from penstock._core.task import Grant, Reply, Task
+
+__all__ = ["InlineCrew"]
+
+
+class InlineCrew:
+    """Does a task each time it is waited for."""
+
+    restarts = 0
+
+    def __init__(self, program: Program) -> None:
+        self.arena = Arena(shared=False)
+        self._filler = Filler(program, self.arena, 0)
+        self._tasks: deque[Task] = deque()
+        self._paused: tuple[Steps, Reply] | None = None
+        self._granted: Grant | None = None
+
+    def probe(self, task: Task) -> Probe:
+        """Load a few items here and now."""
+        return self._filler.probe(task, SampleGauge())
+
+    def start(self, spec: Spec, rows: int, workers: int) -> None:
+        """Nothing to start."""
+        self._filler.configure(spec, rows)
+
+    def submit(self, task: Task) -> None:
+        """Remember a task."""
+        self._tasks.append(task)
+
+    def withdraw(self) -> list[int]:
+        """Forget what was not begun."""
+        taken = [task.id for task in self._tasks]
+        self._tasks.clear()
+        return taken
+
+    def grant(self, worker: int, grant: Grant) -> None:
+        """The task that was put aside may go on."""
+        self._granted = grant
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Nobody else works: there is nothing to wait for."""
+
+    def take(self) -> list[Reply]:
+        """Do one task, or go on with the one that was put aside."""
+        try:
+            if self._paused is not None:
+                if self._granted is None:
+                    return []
+                steps, grant = self._paused[0], self._granted
+                self._paused = self._granted = None
+                reply = steps.send(grant)
+            elif self._tasks:
+                steps = self._filler.steps(self._tasks.popleft())
+                reply = next(steps)
+            else:
+                return []
+        except StopIteration as end:
+            return [end.value]
+        self._paused = (steps, reply)
+        return [reply]
+
+    def pids(self) -> list[int]:
+        """No process of its own."""
+        return []
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._tasks.clear()
+        if self._paused is not None:
+            self._paused[0].close()
+            self._paused = None
+        self.arena.close()

@@ -1,0 +1,465 @@
+"""Worker processes on Linux: one arena, one channel of tasks that all workers read, one of replies. Runs in the parent.
+
+A template process makes the workers and says when one dies (``template``). A task goes to whichever worker is
+free, without the parent's help and without a lock; what a worker holds stands in its record in the arena. So a
+death costs what the worker held and nothing else: those tasks are given out again once the process is gone.
+
+What the record cannot tell: a worker that was killed in the microseconds between taking a task and noting it.
+Then every idle worker is asked to answer; when all have, a task that nobody holds is known to be lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+from collections import Counter, deque
+from typing import Any, Final
+
+import cloudpickle
+
+from penstock._core import machine, template
+from penstock._core.arena import CONTROL_BYTES, Arena
+from penstock._core.budget import format_bytes
+from penstock._core.channel import Channel, pair
+from penstock._core.errors import PenstockError, WorkerLost, shown
+from penstock._core.program import Probe, Program
+from penstock._core.spec import Spec
+from penstock._core.task import Failure, Grant, Reply, Status, Task
+from penstock._core.wire import decode_reply, decode_task, encode_task
+from penstock._core.worker import RECORD, RECORD_BYTES, leave
+
+__all__ = ["MOST_WORKERS", "ProcessCrew"]
+
+MOST_WORKERS: Final = CONTROL_BYTES // RECORD_BYTES
+# An item is given a second chance: what killed its worker may have been the machine, not the item.
+DEATHS_AN_ITEM: Final = 2
+# Workers that die one after the other without ever finishing a task: something is wrong with all of them.
+FRUITLESS_DEATHS: Final = 5
+CLOSE_S: Final = 5.0
+
+
+class ProcessCrew:
+    """A template, its workers, and the channels between them and this process."""
+
+    def __init__(self, program: Program, *, start_method: str | None = None) -> None:
+        self.restarts = 0
+        self.template_bytes = 0
+        self._program = program
+        self._method = start_method or "forkserver"
+        self._owner = os.getpid()
+        self._pickled = _pickled(program) if self._method != "fork" else b""
+        self.arena = Arena(shared=True)
+        self._control, self._control_at = self.arena.window(0, CONTROL_BYTES)
+        self._tasks, self._queue = pair()
+        self._replies, self._replies_out = pair()
+        self._owns: dict[int, Channel] = {}
+        self._pids: dict[int, int] = {}
+        self._setup: bytes | None = None
+        self._outstanding: dict[int, Task] = {}
+        self._backlog: deque[Task] = deque()
+        self._asked: set[int] = set()
+        self._waiting: dict[int, int] = {}  # worker -> task for which it waits for a grant
+        self._suspects: set[int] = set()
+        self._pings: set[int] = set()
+        self._deaths: Counter[tuple[int, int]] = Counter()
+        self._fruitless = 0
+        self._events: deque[Reply] = deque()
+        self._poller, self._poller_out = select.poll(), select.poll()
+        for poller in (self._poller, self._poller_out):
+            poller.register(self._replies, select.POLLIN)
+        self._poller_out.register(self._tasks, select.POLLOUT)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._template_pid = 0
+        self._template_fd = -1
+        self._open_template()
+        self._make(0)
+
+    # ---- the interface
+
+    def probe(self, task: Task) -> Probe:
+        """Have worker 0 load a few items; what it loaded is used again when their turn comes."""
+        self._owns[0].send(cloudpickle.dumps(("probe", task)))
+        self._outstanding[task.id] = task
+        while True:
+            self.wait()
+            for reply in self.take():
+                if isinstance(reply.body, Failure):
+                    raise reply.body.error
+                probe: Probe = reply.body
+                return probe
+
+    def start(self, spec: Spec, rows: int, workers: int) -> None:
+        """Have as many workers as were planned, all told what a slot looks like."""
+        self._setup = cloudpickle.dumps(("setup", spec, rows, workers))
+        self._owns[0].send(self._setup)
+        for number in range(1, workers):
+            self._make(number)
+
+    def submit(self, task: Task) -> None:
+        """Have a task done by whoever is free."""
+        self._outstanding[task.id] = task
+        self._backlog.append(task)
+        self._flush()
+
+    def withdraw(self) -> list[int]:
+        """Take back what nobody has begun: what was not sent yet, and what still lies in the channel."""
+        taken = [task.id for task in self._backlog]
+        self._backlog.clear()
+        with contextlib.suppress(BlockingIOError):
+            while data := self._queue.receive(wait=False):
+                taken.append(decode_task(data).id)
+        for task in taken:
+            self._outstanding.pop(task, None)
+        return taken
+
+    def grant(self, worker: int, grant: Grant) -> None:
+        """Let a worker that waits go on."""
+        task = self._waiting.pop(worker, None)
+        if task is None:  # it died meanwhile; the task is being done again from its start
+            return
+        if grant.offset is not None and task in self._outstanding:
+            again = self._outstanding[task]
+            again.slot, again.offset, again.capacity = grant.slot, grant.offset, grant.capacity
+        with contextlib.suppress(OSError):  # it died: told by the template
+            self._owns[worker].send(pickle.dumps(("grant", grant)))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until a worker or the template has something to say, or a task can be sent that could not be before."""
+        poller = self._poller_out if self._backlog else self._poller
+        poller.poll(None if timeout_s is None else timeout_s * 1000)
+
+    def take(self) -> list[Reply]:
+        """The replies that are there now; deaths are dealt with on the way."""
+        self._flush()
+        self._read_replies()
+        # One poll tells all three apart without waiting; it costs about a microsecond.
+        ready = {fd for fd, _ in self._poller.poll(0)}
+        if self._orders.fileno() in ready:
+            self._read_notices()
+        elif self._template_fd in ready:
+            self._template_died()
+        replies = list(self._events)
+        self._events.clear()
+        return replies
+
+    def pids(self) -> list[int]:
+        """The template and its workers."""
+        return [self._template_pid, *self._pids.values()] if self._template_pid else []
+
+    def close(self) -> None:
+        """Stop template and workers; when this returns they are gone."""
+        if self._template_pid == 0:
+            return
+        if os.getpid() == self._owner:
+            with contextlib.suppress(OSError):
+                self._orders.send_with_fd(pickle.dumps(("close",)))
+            for own in self._owns.values():
+                with contextlib.suppress(OSError):
+                    own.send(pickle.dumps(("stop",)), wait=False)
+            self._reap_template(CLOSE_S)
+        for channel in (*self._owns.values(), self._orders, self._tasks, self._queue, self._replies, self._replies_out):
+            channel.close()
+        os.close(self._template_fd)
+        self._template_pid = 0
+        self._pids.clear()
+        self._outstanding.clear()
+        self._backlog.clear()
+        self.arena.close()
+
+    # ---- template and workers
+
+    def _open_template(self) -> None:
+        self._orders, theirs = pair()
+        birth: dict[str, Any] = {
+            "parent": self._owner,
+            "orders": theirs.fileno(),
+            "tasks": self._queue.fileno(),
+            "replies": self._replies_out.fileno(),
+            "arena": self.arena.fd,
+            "program": self._pickled,
+            "fork": self._method != "spawn",
+        }
+        keep = tuple(birth[key] for key in ("orders", "tasks", "replies", "arena"))
+        if self._method == "fork":
+            self._template_pid = os.fork()
+            if self._template_pid == 0:
+                self._be_template(birth, theirs)
+        else:
+            self._process = template.start_interpreter("penstock._core.template", birth, keep)
+            self._template_pid = self._process.pid
+        theirs.close()
+        self._template_fd = os.pidfd_open(self._template_pid)
+        for poller in (self._poller, self._poller_out):
+            poller.register(self._orders, select.POLLIN)
+            poller.register(self._template_fd, select.POLLIN)
+
+    def _be_template(self, birth: dict[str, Any], orders: Channel) -> None:
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            self._orders.close()
+            template.serve(self._program, birth, orders, self._queue, self._replies_out)
+        finally:
+            leave(0)
+
+    def _make(self, number: int) -> None:
+        mine, theirs = pair()
+        if old := self._owns.get(number):
+            old.close()
+        self._owns[number] = mine
+        RECORD.pack_into(self._control, self._control_at + number * RECORD_BYTES, 0, 0, 0.0)
+        if self._setup is not None:
+            mine.send(self._setup)
+        with contextlib.suppress(OSError):  # the template died: told by its pidfd
+            self._orders.send_with_fd(pickle.dumps(("make", number)), theirs.fileno())
+        theirs.close()
+
+    def _reap_template(self, timeout_s: float | None) -> int:
+        """Wait until the template is gone, by force if it takes too long; its exit code."""
+        poller = select.poll()
+        poller.register(self._template_fd, select.POLLIN)
+        if not poller.poll(None if timeout_s is None else timeout_s * 1000):
+            os.kill(self._template_pid, signal.SIGKILL)
+        if self._process is not None:
+            return self._process.wait()
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(self._template_pid, 0)[1])
+        except ChildProcessError:  # someone else in this process waits for any child
+            return 0
+
+    # ---- what comes in
+
+    def _flush(self) -> None:
+        try:
+            while self._backlog:
+                self._tasks.send(encode_task(self._backlog[0]), wait=False)
+                self._backlog.popleft()
+        except BlockingIOError:
+            return
+
+    def _read_replies(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while data := self._replies.receive(wait=False):
+                self._take(decode_reply(data))
+
+    def _take(self, reply: Reply) -> None:
+        if reply.status is Status.PONG:
+            self._pings.discard(reply.worker)
+            self._resolve_suspects()
+            return
+        if reply.status is Status.ABSENT:
+            raise self._cannot_start(reply.body.error, reply.body.trace)
+        task = self._outstanding.get(reply.task)
+        if task is None:
+            return
+        self._fruitless = 0
+        if reply.status is Status.MORE:
+            self._waiting[reply.worker] = reply.task
+            if reply.body is not None:
+                task.skip += reply.rows
+        else:
+            del self._outstanding[reply.task]
+            self._suspects.discard(reply.task)
+            reply.failures += tuple(
+                Failure(ordinal, self._lost_error(task, ordinal, None), "") for ordinal in task.barred
+            )
+        self._events.append(reply)
+
+    def _read_notices(self) -> None:
+        while True:
+            try:
+                data = self._orders.receive(wait=False)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._template_died()
+                return
+            word, *rest = pickle.loads(data)
+            if word == "here":
+                self.template_bytes = rest[0]
+            elif word == "made":
+                self._pids[rest[0]] = rest[1]
+            elif word == "absent":
+                raise self._cannot_start(*rest)
+            elif word == "exit":
+                number, _, code = rest
+                self._read_replies()  # what it said before it died counts
+                self._died(number, code)
+
+    def _died(self, number: int, code: int) -> None:
+        """A worker is gone for good: what it held is given to another, and so is its place."""
+        self._pids.pop(number, None)
+        self._waiting.pop(number, None)
+        self._pings.discard(number)
+        held, ordinal, _ = RECORD.unpack_from(self._control, self._control_at + number * RECORD_BYTES)
+        self._fruitless += 1
+        if held == 0:
+            self._look_for_lost()
+        elif held - 1 in self._outstanding:
+            self._again(held - 1, ordinal, code)
+        if self._fruitless > FRUITLESS_DEATHS + 2 * len(self._owns):
+            raise WorkerLost(
+                f"{self._fruitless} workers died in a row without finishing anything, the last with {manner(code)}: "
+                "run with num_workers=0 to see what happens in load",
+                exitcode=code,
+            )
+        self.restarts += 1
+        self._make(number)
+        self._resolve_suspects()
+
+    def _again(self, ident: int, ordinal: int, code: int) -> None:
+        task = self._outstanding[ident]
+        self._deaths[ident, ordinal] += 1
+        if self._deaths[ident, ordinal] < DEATHS_AN_ITEM:
+            self._backlog.appendleft(task)
+            return
+        error = self._lost_error(task, ordinal, code)
+        if self._program.skips and self._program.load is not None:
+            task.barred = (*task.barred, ordinal)
+            self._backlog.appendleft(task)
+            return
+        del self._outstanding[ident]
+        self._events.append(Reply(ident, 0, Status.FAILED, body=Failure(ordinal, error, "")))
+
+    def _lost_error(self, task: Task, ordinal: int, code: int | None) -> WorkerLost:
+        item = task.items[ordinal] if task.items is not None else int(task.indices[ordinal])
+        how = manner(code) if code is not None else "a signal or exit"
+        oom = ""
+        if code == -signal.SIGKILL:
+            kills = machine.oom_kills()
+            oom = (
+                f" (it looks like the out-of-memory killer: {kills} kills in this container)"
+                if kills
+                else " (perhaps the out-of-memory killer)"
+            )
+            oom += f"; {format_bytes(machine.available_bytes())} are available now"
+        return WorkerLost(
+            f"{DEATHS_AN_ITEM} workers died one after the other while loading {shown(item)}, with {how}{oom}: load it alone "
+            'to see why, or leave such items out with on_error="skip"',
+            item=item,
+            exitcode=code,
+        )
+
+    def _look_for_lost(self) -> None:
+        """A worker died with an empty record: perhaps it had just taken a task."""
+        for data in self._drained():
+            self._backlog.append(self._outstanding[data])
+        held = self._held()
+        waiting = {task.id for task in self._backlog}
+        self._suspects = self._outstanding.keys() - held - waiting
+        if not self._suspects:
+            return
+        self._pings = set(self._pids)
+        for number in list(self._pings):
+            with contextlib.suppress(OSError):
+                self._owns[number].send(pickle.dumps(("ping", 0)))
+        self._resolve_suspects()
+
+    def _drained(self) -> list[int]:
+        backlog = list(self._backlog)
+        self._backlog.clear()
+        drained = []
+        with contextlib.suppress(BlockingIOError):
+            while data := self._queue.receive(wait=False):
+                drained.append(decode_task(data).id)
+        self._backlog.extend(backlog)
+        return [task for task in drained if task in self._outstanding]
+
+    def _held(self) -> set[int]:
+        held = set(self._waiting.values())
+        for number in self._pids:
+            task, _, _ = RECORD.unpack_from(self._control, self._control_at + number * RECORD_BYTES)
+            if task:
+                held.add(task - 1)
+        return held
+
+    def _resolve_suspects(self) -> None:
+        if self._suspects and not self._pings:
+            for ident in self._suspects - self._held():
+                if ident in self._outstanding:
+                    self._backlog.append(self._outstanding[ident])
+            self._suspects = set()
+
+    def _template_died(self) -> None:
+        """Everything below the template is gone with it; begin again with a new one."""
+        code = self._reap_template(None)
+        self._read_replies()
+        for poller in (self._poller, self._poller_out):
+            poller.unregister(self._orders)
+            poller.unregister(self._template_fd)
+        self._orders.close()
+        os.close(self._template_fd)
+        _wait_until_gone(list(self._pids.values()))
+        self._read_replies()
+        self._fruitless += 1
+        if not self._pids or self._fruitless > FRUITLESS_DEATHS:
+            self._template_pid, self._template_fd = 0, os.open(os.devnull, os.O_RDONLY)
+            raise WorkerLost(
+                f"the process that makes workers died with {manner(code)} before it could: see what it printed above",
+                exitcode=code,
+            )
+        numbers = sorted(self._owns)
+        self._pids.clear()
+        self._waiting.clear()
+        self._suspects.clear()
+        self._pings.clear()
+        self._drained()
+        self._backlog = deque(self._outstanding.values())
+        self.restarts += len(numbers)
+        self._open_template()
+        for number in numbers:
+            self._make(number)
+
+    def _cannot_start(self, error: BaseException, trace: str) -> PenstockError:
+        lost = PenstockError(
+            f"the workers cannot start: load could not be brought to life there ({type(error).__name__}: {error}). What "
+            "load imports must be importable from a fresh interpreter; or use executor='thread' or start_method='fork'"
+        )
+        error.add_note(f"in the worker:\n{trace}")
+        lost.__cause__ = error
+        return lost
+
+
+def manner(code: int) -> str:
+    """An exit code in words."""
+    if code < 0:
+        try:
+            return f"signal {signal.Signals(-code).name}"
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit code {code}"
+
+
+def _pickled(program: Program) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(program))
+    except Exception as error:  # whatever user objects do while they are pickled
+        raise PenstockError(
+            f"load cannot be sent to worker processes ({type(error).__name__}: {error}): open files, locks and connections "
+            "inside load instead of around it, or use executor='thread', num_workers=0 or start_method='fork'"
+        ) from error
+
+
+def _wait_until_gone(pids: list[int]) -> None:
+    """The kernel kills the template's workers with it; wait until it has, for they might still write."""
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            poller = select.poll()
+            poller.register(fd, select.POLLIN)
+            poller.poll()
+        finally:
+            os.close(fd)
+
+
+if sys.platform != "linux":  # pragma: no cover
+    raise ImportError("this crew needs Linux; portable.py is for other systems")

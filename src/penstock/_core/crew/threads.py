@@ -1,0 +1,129 @@
+"""Workers that are threads of this process: for loads that release the GIL, and for free-threaded Python.
+
+Queues are the only thing shared; each thread has a Filler of its own. A thread cannot be killed: one that is
+stuck in a load when the crew is closed is left behind as a daemon and ends with its load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+
+from penstock._core import context
+from penstock._core.arena import Arena
+from penstock._core.fill import Filler, SampleGauge, failure_of
+from penstock._core.program import Probe, Program
+from penstock._core.spec import Spec
+from penstock._core.task import Grant, Reply, Status, Task
+
+__all__ = ["ThreadCrew"]
+
+_JOIN_S = 0.5  # long enough for a thread between two items, too short to wait for a load that hangs
+
+
+class ThreadCrew:
+    """Threads that take tasks from one queue."""
+
+    restarts = 0
+
+    def __init__(self, program: Program) -> None:
+        self.arena = Arena(shared=False)
+        self._program = program
+        self._first = Filler(program, self.arena, 0)
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self._grants: list[queue.SimpleQueue[Grant]] = []
+        self._threads: list[threading.Thread] = []
+        self._taken: list[Reply] = []
+
+    def probe(self, task: Task) -> Probe:
+        """Load a few items in this thread."""
+        return self._first.probe(task, SampleGauge())
+
+    def start(self, spec: Spec, rows: int, workers: int) -> None:
+        """Start the threads."""
+        for number in range(workers):
+            filler = self._first if number == 0 else Filler(self._program, self.arena, number)
+            filler.configure(spec, rows)
+            self._grants.append(queue.SimpleQueue())
+            thread = threading.Thread(
+                target=_work,
+                args=(filler, context.WorkerInfo(number, workers), self._tasks, self._replies, self._grants[number]),
+                name=f"penstock-{number}",
+                daemon=True,
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def submit(self, task: Task) -> None:
+        """Have a task done by whoever is free."""
+        self._tasks.put(task)
+
+    def withdraw(self) -> list[int]:
+        """Take back what nobody has begun."""
+        taken = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                task = self._tasks.get_nowait()
+                if task is not None:
+                    taken.append(task.id)
+        return taken
+
+    def grant(self, worker: int, grant: Grant) -> None:
+        """Let a thread go on."""
+        self._grants[worker].put(grant)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until there is a reply."""
+        with contextlib.suppress(queue.Empty):
+            self._taken.append(self._replies.get(timeout=timeout_s))
+
+    def take(self) -> list[Reply]:
+        """The replies that are there now."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._taken.append(self._replies.get_nowait())
+        replies, self._taken = self._taken, []
+        return replies
+
+    def pids(self) -> list[int]:
+        """No process of its own."""
+        return []
+
+    def close(self) -> None:
+        """Let every thread end."""
+        self.withdraw()
+        for grants in self._grants:
+            grants.put(Grant(0, None, 0))
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_S)
+        self._threads.clear()
+        self.arena.close()
+
+
+def _work(
+    filler: Filler,
+    info: context.WorkerInfo,
+    tasks: queue.SimpleQueue[Task | None],
+    replies: queue.SimpleQueue[Reply],
+    grants: queue.SimpleQueue[Grant],
+) -> None:
+    context.set_worker(info)
+
+    def ask(reply: Reply) -> Grant:
+        replies.put(reply)
+        return grants.get()
+
+    while (task := tasks.get()) is not None:
+        try:
+            reply = filler.do(task, ask)
+        except BaseException as error:  # a load that calls sys.exit() must not leave the consumer waiting
+            item = task.items[0] if task.items else int(task.indices[0])
+            reply = Reply(task.id, info.id, Status.FAILED, body=failure_of(error, 0, item))
+        replies.put(reply)
+        # The next task may be long in coming, and these would keep its items and arrays alive.
+        del task, reply

@@ -1,0 +1,446 @@
+"""The shell that obeys the ledger: gives work to the crew, takes replies, hands out slots. Runs in the parent.
+
+There is no thread here. All of it happens in the consumer's thread while it asks for a batch, and for a moment in
+whatever thread drops the last view of one: the slot is given new work at once, if work was prepared. ``_lock`` is
+held for such moments, never while waiting and never by a finalizer that would have to wait for it.
+
+A unit is what gets a slot: a batch (ROWS, WHOLE), or a stretch of items that fills as many slots as it needs, one
+after the other (FLOW). Units are handed out in the order in which they were begun.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock._core import machine
+from penstock._core.batch import Leases
+from penstock._core.budget import format_bytes
+from penstock._core.crew import Crew
+from penstock._core.errors import BudgetError, LeaseError, LoadError, SpecError, WorkerLost, shown
+from penstock._core.layout import PAGE
+from penstock._core.ledger import Ledger
+from penstock._core.plan import Plan
+from penstock._core.stats import Stats
+from penstock._core.task import Failure, Grant, Mode, Reply, Status, Task
+
+__all__ = ["Chunk", "Engine", "Unit", "error_of"]
+
+# A task should take about this long: long against a message (some 20 us), short against a slow item beside it.
+TASK_S: Final = 1e-3
+MEASURE_S: Final = 0.25  # how often memory is looked at; a look costs some 100 us a process
+
+
+@dataclasses.dataclass(slots=True)
+class Unit:
+    """What one slot after the other is filled with: positions of an epoch and their items."""
+
+    epoch: int
+    start: int
+    """Position of the first item in the epoch."""
+    indices: npt.NDArray[np.int64]
+    items: Sequence[Any] | None
+    skip: int = 0
+    """Samples of the first item that were handed out before (resume)."""
+    chunks: deque[Chunk] = dataclasses.field(default_factory=deque)
+    open: int = 0
+    """Tasks that are not accounted for."""
+    failure: Failure | None = None
+    seen_ordinal: int = -1
+    seen: int = 0
+    """Samples of the item at ``seen_ordinal`` that came in earlier chunks (FLOW)."""
+
+
+@dataclasses.dataclass(slots=True)
+class Chunk:
+    """A slot with something in it."""
+
+    batch: int
+    slot: int
+    rows: int
+    body: Any
+    failures: tuple[Failure, ...]
+    counts: list[tuple[int, int]] | None = None
+    ready: bool = False
+
+
+class Engine:
+    """Slots, crew and ledger of one feed, for as long as the feed lives."""
+
+    def __init__(
+        self, crew: Crew, plan: Plan, *, mode: Mode, slot_bytes: int, samples_per_item: int | None, load_s: float
+    ) -> None:
+        self.crew = crew
+        self.plan = plan
+        self.stats = Stats()
+        self.mode = mode
+        self._each = samples_per_item or 1
+        self._slot_bytes = slot_bytes
+        slots = plan.slots + plan.staging_slots
+        base = crew.arena.extend(slots * slot_bytes)
+        self._regions = [(base + i * slot_bytes, slot_bytes) for i in range(slots)]
+        self._ledger = Ledger(slots)
+        self._leases = Leases(self._lease_ended)
+        self._lock = threading.Lock()
+        self._freed: deque[int] = deque()
+        self._units: deque[Unit] = deque()
+        self._by_task: dict[int, tuple[Unit, Chunk, int]] = {}
+        self._requests: deque[Reply] = deque()
+        self._source: Iterator[Unit] | None = None
+        self._prepared: deque[Unit] = deque()
+        self._ahead = 0
+        self._next_task = 1
+        self._next_batch = 0
+        self._row_s = load_s
+        self._measured_s = 0.0
+        self._closed = False
+        self._owner = os.getpid()
+        self.run = 0
+        """Counts iterations: an older one finds out here that it was replaced."""
+
+    # ---- one iteration
+
+    def begin(self, units: Iterator[Unit], *, ahead: int) -> int:
+        """Start on new units, dropping what an earlier iteration left; the number of this run.
+
+        ``ahead`` is how many units may be drawn before there is a slot for them: 1, or 0 for streams.
+        """
+        with self._lock:
+            self._cancel()
+            self._source = units
+            self._ahead = ahead
+            self.run += 1
+            return self.run
+
+    def stop(self, run: int) -> list[Unit]:
+        """End a run; the units that were begun or drawn and not handed out, in order."""
+        with self._lock:
+            if run != self.run:
+                return []
+            left = [*self._units, *self._prepared]
+            self._cancel()
+            return left
+
+    def next_chunk(self, run: int, epoch: int) -> tuple[Unit, Chunk] | None:
+        """The next slot of an epoch, in order; None at its end. Blocks; raises what a load raised."""
+        began = time.perf_counter()
+        waited = False
+        while True:
+            with self._lock:
+                self._check(run)
+                self._settle()
+                found = self._ready_head(epoch)
+                self._fill(pull=True)
+                if found is not None:
+                    if waited:
+                        self.stats.wait_s += time.perf_counter() - began
+                    self._measure()
+                    return found
+                if (self._units[0].epoch != epoch) if self._units else self._exhausted():
+                    return None
+                self._answer_requests()
+                if self._ledger.outstanding == 0 and not self._ledger.has_free:
+                    # Every slot is in the consumer's hands: one more, and copies from now on.
+                    self._add_slot()
+                    continue
+            waited = True
+            self.crew.wait()
+            with self._lock:
+                self._check(run)
+                for reply in self.crew.take():
+                    self._take(reply)
+                self.stats.restarts = self.crew.restarts
+
+    def lease(self, chunk: Chunk) -> tuple[Any, int] | None:
+        """Memory of a chunk whose last reference frees the slot; None when it has to be copied."""
+        with self._lock:
+            if not self._ledger.may_lease():
+                return None
+            self._ledger.lease(chunk.batch)
+            offset, capacity = self._regions[chunk.slot]
+            mapping, start = self.crew.arena.window(offset, capacity)
+            return self._leases.take(chunk.slot, mapping, start, capacity), 0
+
+    def peek(self, chunk: Chunk) -> tuple[Any, int]:
+        """Memory of a chunk to copy from; ``release`` it afterwards."""
+        offset, capacity = self._regions[chunk.slot]
+        return self.crew.arena.window(offset, capacity)
+
+    def release(self, chunk: Chunk) -> None:
+        """A chunk was copied: its slot is free."""
+        with self._lock:
+            self._ledger.copied(chunk.batch)
+            self._fill(pull=False)
+
+    def close(self) -> None:
+        """End the crew. Batches that are alive stay right."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._source = None
+            self._prepared.clear()
+            self._units.clear()
+            self.run += 1
+        if os.getpid() == self._owner:
+            self._measure(now=True)
+        self.crew.close()
+
+    # ---- filling
+
+    def _fill(self, *, pull: bool) -> None:
+        """Begin units while there are free slots; ``pull`` may call user code (a stream's iterator)."""
+        ledger = self._ledger
+        while ledger.has_free and (unit := self._draw(pull)) is not None:
+            if self.mode is Mode.FLOW and self._units and ledger.free < 2:
+                self._prepared.appendleft(unit)  # the last free slot belongs to the unit that is handed out next
+                break
+            self._begin(unit)
+        if pull and len(self._prepared) < self._ahead and (unit := self._draw(pull, fresh=True)) is not None:
+            self._prepared.append(unit)
+
+    def _draw(self, pull: bool, *, fresh: bool = False) -> Unit | None:
+        if self._prepared and not fresh:
+            return self._prepared.popleft()
+        if not pull or self._source is None:
+            return None
+        unit = next(self._source, None)
+        if unit is None:
+            self._source = None
+        return unit
+
+    def _exhausted(self) -> bool:
+        return self._source is None and not self._prepared
+
+    def _begin(self, unit: Unit) -> None:
+        count = len(unit.indices)
+        size = count if self.mode is not Mode.ROWS else self._rows_a_task(count)
+        starts = range(0, count, size)
+        idents = range(self._next_task, self._next_task + len(starts))
+        self._next_task += len(starts)
+        chunk = self._chunk(idents)
+        unit.chunks.append(chunk)
+        unit.open = len(starts)
+        self._units.append(unit)
+        offset, capacity = self._regions[chunk.slot]
+        for ident, start in zip(idents, starts, strict=True):
+            items = None if unit.items is None else unit.items[start : start + size]
+            indices = unit.indices[start : start + size]
+            task = Task(ident, chunk.slot, offset, capacity, start * self._each, unit.epoch, indices, items, unit.skip)
+            self._by_task[ident] = (unit, chunk, len(indices))
+            self.crew.submit(task)
+
+    def _chunk(self, tasks: Sequence[int]) -> Chunk:
+        batch = self._next_batch
+        self._next_batch += 1
+        return Chunk(batch, self._ledger.begin(batch, tasks), 0, None, ())
+
+    def _rows_a_task(self, count: int) -> int:
+        """Items a task, so that it is worth its message and a slow one holds up little else."""
+        if self.plan.workers <= 1:
+            return count
+        size = int(TASK_S / self._row_s) + 1 if self._row_s > 0 else count
+        return count if size > count // 2 else size
+
+    # ---- replies
+
+    def _take(self, reply: Reply) -> None:
+        if reply.status is Status.MORE:
+            self._requests.append(reply)
+            if reply.body is not None:
+                unit, chunk, _ = self._by_task[reply.task]
+                self._finish(unit, chunk, reply, last=False)
+            self._answer_requests()
+            return
+        unit, chunk, count = self._by_task.pop(reply.task)
+        unit.open -= 1
+        if reply.status is Status.FAILED:
+            if unit.failure is None or reply.body.ordinal < unit.failure.ordinal:
+                unit.failure = reply.body
+            self._account(chunk, reply.task)
+            return
+        # Recent tasks count more; the first ones, with cold caches, are soon forgotten.
+        self._row_s = 0.8 * self._row_s + 0.2 * reply.seconds / count
+        self._finish(unit, chunk, reply, last=True)
+
+    def _finish(self, unit: Unit, chunk: Chunk, reply: Reply, *, last: bool) -> None:
+        if self.mode is Mode.ROWS:
+            if reply.body:
+                chunk.body = (chunk.body or []) + reply.body
+            chunk.failures += reply.failures
+            chunk.rows = len(unit.indices) * self._each
+        elif self.mode is Mode.WHOLE:
+            chunk.body, chunk.rows = reply.body, reply.rows
+        else:
+            chunk.counts, chunk.body = reply.body if reply.body is not None else ([], None)
+            chunk.rows, chunk.failures = reply.rows, reply.failures
+        self._account(chunk, reply.task)
+        if not last:
+            chunk.ready = True
+
+    def _account(self, chunk: Chunk, task: int) -> None:
+        if self._ledger.slot_of(task) is not None:
+            self._ledger.done(task)
+
+    def _answer_requests(self) -> None:
+        """Give room to workers that wait for it: to the unit that is handed out next before all others."""
+        for _ in range(len(self._requests)):
+            reply = self._requests.popleft()
+            unit, chunk, count = self._by_task[reply.task]
+            if all(unit is not live for live in self._units):  # cancelled
+                self._account(chunk, reply.task)
+                self.crew.grant(reply.worker, Grant(0, None, 0))
+            elif reply.body is None:
+                self._enlarge(reply, unit, chunk)
+            elif self._ledger.free >= (1 if unit is self._units[0] else 2):
+                fresh = self._chunk([reply.task])
+                unit.chunks.append(fresh)
+                self._by_task[reply.task] = (unit, fresh, count)
+                offset, capacity = self._regions[fresh.slot]
+                self.crew.grant(reply.worker, Grant(fresh.slot, offset, capacity))
+            else:
+                self._requests.append(reply)
+
+    def _enlarge(self, reply: Reply, unit: Unit, chunk: Chunk) -> None:
+        """A batch is larger than its slot: the slot moves to a larger place, if the budget has one."""
+        wanted = -(-reply.rows * 5 // 4 // PAGE) * PAGE
+        offset, capacity = self._regions[chunk.slot]
+        spent = sum(size for _, size in self._regions)
+        room = self.plan.memory - (self.plan.total_bytes - self.plan.arena_bytes) - spent + capacity
+        if wanted > room:
+            wanted = -(-reply.rows // PAGE) * PAGE
+        if wanted > room:
+            wanted = self._shrink(wanted, room, chunk)
+        if wanted == 0:
+            unit.failure = Failure(0, self._too_large(reply.rows, room), "")
+            self._account(chunk, reply.task)
+            self.crew.grant(reply.worker, Grant(0, None, 0))
+            return
+        self.crew.arena.discard(offset, capacity)
+        self._regions[chunk.slot] = (self.crew.arena.extend(wanted), wanted)
+        self.crew.grant(reply.worker, Grant(chunk.slot, *self._regions[chunk.slot]))
+
+    def _shrink(self, wanted: int, room: int, chunk: Chunk) -> int:
+        """Make room by taking free slots out of use, but for one; 0 if that is not enough."""
+        while wanted > room and self._ledger.usable > 2 and (slot := self._ledger.retire()) is not None:
+            offset, capacity = self._regions[slot]
+            self.crew.arena.discard(offset, capacity)
+            self._regions[slot] = (offset, 0)
+            room += capacity
+        return wanted if wanted <= room else 0
+
+    def _too_large(self, size: int, room: int) -> BudgetError:
+        least = self.plan.memory - room + size
+        return BudgetError(
+            f"a collated batch takes {format_bytes(size)}, and the budget of {format_bytes(self.plan.memory)} has "
+            f"{format_bytes(max(0, room))} for it: give memory={least} or more, or a smaller batch_size",
+            least=least,
+        )
+
+    # ---- slots
+
+    def _ready_head(self, epoch: int) -> tuple[Unit, Chunk] | None:
+        while self._units and self._units[0].epoch == epoch:
+            unit = self._units[0]
+            if unit.chunks:
+                chunk = unit.chunks[0]
+                if chunk.ready or (unit.open == 0 and not unit.failure):
+                    unit.chunks.popleft()
+                    return unit, chunk
+            if unit.open:
+                return None
+            self._units.popleft()
+            if unit.failure is not None:
+                self._drop(unit)
+                raise error_of(unit.failure, unit)
+        return None
+
+    def _drop(self, unit: Unit) -> None:
+        for chunk in unit.chunks:
+            if self._ledger.ready(chunk.batch) is not None:
+                self._ledger.copied(chunk.batch)
+        unit.chunks.clear()
+
+    def _settle(self) -> None:
+        while self._freed:
+            self._ledger.ended(self._freed.popleft())
+
+    def _lease_ended(self, slot: int) -> None:
+        """The last view of a batch is gone, in any thread, perhaps inside the garbage collector."""
+        if self._closed or os.getpid() != self._owner:
+            return
+        self._freed.append(slot)
+        # Whoever holds the lock settles before letting go, or does when it next takes it; it is tried again because
+        # the holder may have looked just before this slot was noted.
+        while self._freed and self._lock.acquire(blocking=False):
+            try:
+                if self._closed:
+                    return
+                self._settle()
+                self._fill(pull=False)
+            finally:
+                self._lock.release()
+
+    def _add_slot(self) -> None:
+        self._ledger.grow()
+        self._regions.append((self.crew.arena.extend(self._slot_bytes), self._slot_bytes))
+
+    def _cancel(self) -> None:
+        """Drop everything that was not handed out; tasks that are being done are waited for by nobody."""
+        self._source = None
+        self._prepared.clear()
+        self._units.clear()
+        self._ledger.cancel()
+        for task in self.crew.withdraw():
+            _, chunk, _ = self._by_task.pop(task)
+            self._account(chunk, task)
+        self._answer_requests()
+
+    def _check(self, run: int) -> None:
+        if run != self.run:
+            raise LeaseError(
+                "this iteration was ended by a newer one over the same feed (or by close): one feed gives one iteration at "
+                "a time, because they share its slots; make a second Feed to iterate twice at once"
+            )
+
+    # ---- memory
+
+    def _measure(self, *, now: bool = False) -> None:
+        moment = time.monotonic()
+        if not now and moment - self._measured_s < MEASURE_S:
+            return
+        self._measured_s = moment
+        stats = self.stats
+        stats.arena_bytes = self.crew.arena.resident_bytes()
+        stats.worker_bytes = sum(machine.own_bytes(pid) for pid in self.crew.pids())
+        stats.peak_bytes = max(stats.peak_bytes, stats.arena_bytes + stats.worker_bytes)
+
+
+def error_of(failure: Failure, unit: Unit) -> Exception:
+    """The exception that the consumer sees for an item that failed."""
+    error = failure.error
+    item: Any = None
+    if unit.items is not None and failure.ordinal < len(unit.items):
+        item = unit.items[failure.ordinal]
+    elif failure.ordinal < len(unit.indices):
+        item = int(unit.indices[failure.ordinal])
+    if isinstance(error, SpecError | WorkerLost | BudgetError):
+        return error
+    loaded = LoadError(
+        f"load failed for {shown(item)}: {type(error).__name__}: {error} (to leave such items out: on_error=\"skip\")",
+        item=item,
+    )
+    if failure.trace and isinstance(error, BaseException):
+        error.add_note(f"where load raised it:\n{failure.trace.rstrip()}")
+    loaded.__cause__ = error
+    return loaded
+
+

@@ -1,0 +1,802 @@
+"""The feed: what the user holds and iterates. Runs in the parent.
+
+Checks the arguments, learns what a sample is (a probe), has the plan solved, and turns chunks of the engine into
+batches. Everything that works on its own is elsewhere: order, plan and ledger decide, crew and engine obey.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Literal
+
+import numpy as np
+import optree
+
+from penstock._core import machine
+from penstock._core.batch import Assembler, Trees, nbytes_of, packed_batch, rows_batch
+from penstock._core.budget import Size, format_bytes, parse_size
+from penstock._core.crew import Crew
+from penstock._core.crew.inline import InlineCrew
+from penstock._core.crew.threads import ThreadCrew
+from penstock._core.device import door
+from penstock._core.engine import Chunk, Engine, Unit, error_of
+from penstock._core.errors import BudgetError, FeedClosed, LoadError, PenstockError, shown
+from penstock._core.items import Picker, Stream, sort_out
+from penstock._core.layout import PAGE, Layout, slot_bytes
+from penstock._core.order import Order
+from penstock._core.plan import Footprint, Plan, Request, solve
+from penstock._core.program import Into, Pad, Probe, Program, Retry
+from penstock._core.source import Source
+from penstock._core.spec import NAMESPACE, Cast, Spec, row_bytes
+from penstock._core.stats import Stats
+from penstock._core.task import Failure, Mode, Task
+from penstock._core.wire import dumps
+
+__all__ = ["Epoch", "Feed"]
+
+OnError = Literal["raise", "skip"] | Retry
+DEFAULT_SHARE: Final = 0.5
+PROBE_ITEMS: Final = 8
+# A batch that is collated may be larger than the first samples suggest; beyond this the slot grows.
+PACKED_SLACK: Final = 1.25
+# The items of a shuffle window stay in this process: an eighth of the budget, whatever the number of workers, so that
+# the order does not depend on it.
+WINDOW_SHARE: Final = 8
+WINDOW_MOST: Final = 2**20
+# So many items in a row that are skipped mean that all will be.
+SKIPS_IN_A_ROW: Final = 100
+
+
+class ResourceHeld(UserWarning):
+    """Batches are handed out as copies because the consumer keeps too many."""
+
+
+class Feed:
+    """Batches from items, loaded ahead by workers inside a memory budget.
+
+    ``items`` is a sequence of identities, any iterable of them (a stream), or a source such as ``penstock.arrays``;
+    ``load`` makes a sample of one item. Iterate it for an epoch, and again for the next.
+
+    A batch stays valid while any part of it is referenced. The same ``seed`` gives the same samples in the same order
+    for any number of workers, any executor and any start method. One iteration at a time: a new one ends the one
+    before it, whose next step raises ``LeaseError``.
+    """
+
+    def __init__(
+        self,
+        items: Any,
+        load: Callable[..., Any] | None = None,
+        *,
+        batch_size: int | Literal["max"] = 32,
+        memory: Size | None = None,
+        num_workers: int | None = None,
+        executor: Literal["process", "thread"] = "process",
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        cast: Cast = None,
+        collate_fn: Literal["pad", "list"] | Callable[[list[Any]], Any] | None = None,
+        samples_per_item: int | None = 1,
+        on_error: OnError = "raise",
+        timeout: float | None = None,
+        shard: tuple[int, int] | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        to: str = "numpy",
+        device_memory: Size | None = None,
+        start_method: Literal["fork", "forkserver", "spawn"] | None = None,
+    ) -> None:
+        self._kind = sort_out(items, load)
+        self._engine: Engine | None = None
+        self._plan: Plan | None = None
+        _check_choice("executor", executor, ("process", "thread"))
+        _check_choice("start_method", start_method, (None, "fork", "forkserver", "spawn"))
+        _check_count("num_workers", num_workers, least=0, optional=True)
+        _check_count("samples_per_item", samples_per_item, least=1, optional=True)
+        if batch_size != "max":
+            _check_count("batch_size", batch_size, least=1)
+        if not (isinstance(on_error, Retry) or on_error in ("raise", "skip")):
+            raise ValueError(f'on_error={on_error!r} is not known: give "raise", "skip" or penstock.Retry(n)')
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+            raise TypeError(f"seed={seed!r} must be an int")
+        for name, value in (("timeout", timeout), ("cache", cache), ("device_memory", device_memory)):
+            if value is not None:
+                raise NotImplementedError(f"{name} is part of the contract but not built yet: leave it out for now")
+        if isinstance(collate_fn, str):
+            _check_choice("collate_fn", collate_fn, ("pad", "list"))
+        elif collate_fn is not None and not callable(collate_fn):
+            raise TypeError(f'collate_fn={collate_fn!r} must be None, "pad", "list" or a callable on a list of samples')
+        self._batch_size = batch_size
+        self._memory = parse_size(DEFAULT_SHARE if memory is None else memory, available=machine.available_bytes())
+        self._num_workers = num_workers
+        self._executor = executor
+        self._shuffle = bool(shuffle)
+        self._seed = int(seed)
+        self._drop_last = bool(drop_last)
+        self._cast = cast
+        self._collate = Pad() if collate_fn == "pad" else list if collate_fn == "list" else collate_fn
+        self._each = samples_per_item
+        self._on_error = on_error
+        self._rank, self._world = _shard(shard)
+        self._start_method = start_method
+        self._load = load
+        self._door = door(to)
+        _check_into(load, cast, collate_fn, samples_per_item)
+        self._to = to
+        self._closed = False
+        self._next_epoch = 0
+        self._resume: tuple[int, int] = (0, 0)
+        self._cursor: tuple[int, int, int] = (0, 0, 0)
+        self._stats = Stats()
+        self._skips_in_a_row = 0
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._current: weakref.ref[Epoch] | None = None
+        self._complete: Epoch | None = None
+
+    # ---- what it is
+
+    @property
+    def plan(self) -> Plan:
+        """The numbers that were solved, and why; the first use loads an item or two to learn what they cost."""
+        self._prepare()
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def stats(self) -> Stats:
+        """What the feed did so far."""
+        return self._stats
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being iterated, or the next one if none is."""
+        return self._cursor[0]
+
+    def __len__(self) -> int:
+        """Batches an epoch; TypeError where nobody can know."""
+        if isinstance(self._kind, Stream):
+            raise TypeError("a stream of items has no length: count batches as they come")
+        if self._each is None:
+            raise TypeError("with samples_per_item=None the number of batches is known only afterwards")
+        samples = len(self._order(0)) * self._each
+        size = self.plan.batch_size if self._batch_size == "max" else self._batch_size
+        return samples // size if self._drop_last else -(-samples // size)
+
+    def __repr__(self) -> str:
+        count = "a stream" if isinstance(self._kind, Stream) else f"{self._length()} items"
+        return f"<penstock.Feed of {count}, batch_size={self._batch_size}, memory={format_bytes(self._memory)}>"
+
+    # ---- iterating
+
+    def __iter__(self) -> Epoch:
+        """One epoch; the next call gives the next one."""
+        return self._begin(self._next_epoch, self._next_epoch)
+
+    def epochs(self, count: int) -> Iterator[Epoch]:
+        """``count`` epochs, one after the other; the next is being read while the last batches of one are used."""
+        first = self._next_epoch
+        epoch: Epoch | None = None
+        for number in range(first, first + count):
+            # One that was left early has dropped what it had read ahead: start anew.
+            if epoch is not None and epoch is self._complete and self._engine is not None:
+                epoch = Epoch(self, self._engine, number, epoch._run)
+                self._next_epoch = number + 1
+                self._current = weakref.ref(epoch)
+            else:
+                self._next_epoch = number
+                epoch = self._begin(number, first + count - 1)
+            yield epoch
+
+    def progress(self, desc: str | None = None) -> Iterator[Any]:
+        """One epoch with a live line: batches, samples/s, share of time waited, memory of budget, time left."""
+        from penstock.progress import progress
+
+        return progress(self, desc=desc)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be this epoch, from its start."""
+        _check_count("epoch", epoch, least=0)
+        self._next_epoch = int(epoch)
+        self._resume = (0, 0)
+        self._cursor = (self._next_epoch, 0, 0)
+
+    def close(self) -> None:
+        """End the workers. Batches that are alive stay right; iterating again raises ``FeedClosed``."""
+        self._closed = True
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the feed is, as a small JSON-able dict: what was handed out counts, what was read ahead does not."""
+        epoch, position, inside = self._cursor
+        if position and not isinstance(self._kind, Stream) and inside == 0 and position >= self._end(epoch):
+            epoch, position = epoch + 1, 0
+        return {
+            "version": 1,
+            "epoch": epoch,
+            "position": position * self._world,
+            "inside": inside,
+            **self._identity(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state_dict`` was taken, with exactly the next sample."""
+        if state.get("version") != 1:
+            raise ValueError(f"a state of version {state.get('version')!r} cannot be read here: version 1 is known")
+        for name, mine in self._identity().items():
+            if state.get(name) != mine:
+                raise ValueError(
+                    f"this state belongs to another feed: its {name} is {state.get(name)!r}, here it is {mine!r}; make the feed "
+                    "with the same items, seed and shuffle as before"
+                )
+        position, rest = divmod(int(state["position"]), self._world)
+        if rest:
+            raise ValueError(f"position {state['position']} cannot be divided among {self._world} ranks")
+        self._next_epoch = int(state["epoch"])
+        self._resume = (position, int(state["inside"]))
+        self._cursor = (self._next_epoch, *self._resume)
+
+    def _identity(self) -> dict[str, Any]:
+        length = None if isinstance(self._kind, Stream) else self._length()
+        return {"seed": self._seed, "shuffle": self._shuffle, "length": length}
+
+    # ---- within
+
+    def _length(self) -> int:
+        return self._kind.length if isinstance(self._kind, Picker) else len(self._kind)  # type: ignore[arg-type]
+
+    def _order(self, epoch: int) -> Order:
+        return Order(self._length(), self._shuffle, self._seed, epoch, self._rank, self._world, self._drop_last)
+
+    def _end(self, epoch: int) -> int:
+        """The position at which an epoch has given its last batch."""
+        end = len(self._order(epoch))
+        if self._drop_last and self._each is not None and self._engine is not None:
+            end -= max(0, self._engine.plan.batch_size - 1) // self._each
+        return max(0, end)
+
+    def _begin(self, number: int, last: int) -> Epoch:
+        if self._closed:
+            raise FeedClosed("the feed was closed: make a new one to go on")
+        position, inside = self._resume
+        self._resume = (0, 0)
+        self._next_epoch = number + 1
+        self._cursor = (number, position, inside)
+        if self._is_empty():
+            return Epoch(self, None, number, 0)
+        if self._current is not None and (older := self._current()) is not None:
+            older.close()
+        self._next_epoch = number  # what the probe loads is what comes first
+        try:
+            self._prepare()
+        finally:
+            self._next_epoch = number + 1
+        assert self._engine is not None
+        starts = itertools.chain([(number, position, inside)], ((n, 0, 0) for n in range(number + 1, last + 1)))
+        units = itertools.chain.from_iterable(itertools.starmap(self._units, starts))
+        run = self._engine.begin(units, ahead=0 if isinstance(self._kind, Stream) else 1)
+        epoch = Epoch(self, self._engine, number, run)
+        self._current = weakref.ref(epoch)
+        return epoch
+
+    def _finished(self, epoch: Epoch) -> None:
+        self._complete = epoch
+
+    def _take_back(self, units: list[Unit]) -> None:
+        if isinstance(self._kind, Stream):
+            for unit in units:
+                self._kind.give_back(unit.items or ())
+
+    def _count(self, rows: int, size: int) -> None:
+        self._stats.samples += rows
+        self._stats.batches += 1
+        self._stats.bytes += size
+
+    def _copying(self, array: Any) -> Any:
+        copied = array.copy()
+        return copied if self._door is None else self._door(copied)
+
+    def _note_copy(self) -> None:
+        self._stats.copied += 1
+        if self._stats.copied == 1:
+            held = self._plan.slots if self._plan is not None else 0
+            warnings.warn(
+                f"the consumer holds so many of the {held} slots that workers would run dry: further batches are copies, which "
+                "cost memory outside the budget. Let batches go when they are used, or copy what you keep",
+                ResourceHeld,
+                stacklevel=4,
+            )
+
+    def _is_empty(self) -> bool:
+        return not isinstance(self._kind, Stream) and self._length() == 0
+
+    def _units(self, epoch: int, position: int, inside: int) -> Iterator[Unit]:
+        """The units of an epoch from a position on."""
+        plan = self._plan
+        assert plan is not None and self._program is not None
+        size = self._unit_items()
+        if isinstance(self._kind, Stream):
+            yield from self._stream_units(self._kind, epoch, position, inside, size)
+            return
+        order = self._order(epoch)
+        end = len(order)
+        if self._drop_last and self._program.mode is not Mode.FLOW and not self._program.skips:
+            end -= (end - position) % size
+        for start in range(position, end, size):
+            indices = order.indices(start, min(start + size, end))
+            yield Unit(epoch, start, indices, self._pick(indices), inside if start == position else 0)
+
+    def _stream_units(self, stream: Stream, epoch: int, position: int, inside: int, size: int) -> Iterator[Unit]:
+        assert self._program is not None
+        window = self._window if self._shuffle else None
+        items = stream.begin(window, self._seed, epoch)
+        if stream.restarts:
+            for _ in range(position):
+                next(items, None)
+        if self._world > 1:
+            items = _every(items, self._rank, self._world)
+        start = position
+        while True:
+            pulled: list[Any] = []
+            # Not islice: the items pulled so far must not be lost if the stream raises.
+            try:
+                for item in items:
+                    pulled.append(item)
+                    if len(pulled) == size:
+                        break
+            except Exception as error:
+                stream.give_back(pulled)
+                raise LoadError(f"the stream of items failed after {start + len(pulled)} items: {error}") from error
+            exact = self._drop_last and self._program.mode is not Mode.FLOW and not self._program.skips
+            if not pulled or (exact and len(pulled) < size):
+                return
+            indices = np.arange(start, start + len(pulled), dtype=np.int64)
+            yield Unit(epoch, start, indices, pulled, inside if start == position else 0)
+            start += len(pulled)
+
+    def _unit_items(self) -> int:
+        """Items a unit: those of a batch; one where an item gives any number of samples."""
+        assert self._plan is not None and self._program is not None
+        if self._program.mode is Mode.FLOW:
+            each = self._each or 1
+            return max(1, self._plan.batch_size // each) if self._each is not None else 1
+        return self._plan.batch_size // (self._each or 1)
+
+    def _pick(self, indices: Any) -> list[Any] | None:
+        if isinstance(self._kind, Picker):
+            return self._kind(indices)
+        if isinstance(self._kind, Source) and self._program is not None and self._program.reader is None:
+            return self._kind.reader().read(indices)
+        return None
+
+    # ---- getting ready
+
+    def _prepare(self) -> None:
+        if self._engine is not None:
+            return
+        if self._closed:
+            raise FeedClosed("the feed was closed: make a new one to go on")
+        first = self._first_indices()
+        items = self._first_items(first)
+        length = None if isinstance(self._kind, Stream) else self._length()
+        if (items is not None and not items) or length == 0:
+            raise PenstockError("there are no items, so there is nothing to plan for: give at least one")
+        crew, probe, program = self._probe(first)
+        try:
+            plan, layout_bytes = self._solve(probe, program, crew, items)
+            if plan.workers == 0 and not isinstance(crew, InlineCrew):
+                crew.close()
+                crew = InlineCrew(program)
+            elif plan.workers > 0 and isinstance(crew, InlineCrew):
+                crew = self._make_crew(program, plan.workers)
+            self._plan = plan
+            self._spec = probe.spec
+            self._layout = Layout.of(probe.spec, plan.batch_size)
+            self._trees = Trees()
+            engine = Engine(
+                crew,
+                plan,
+                mode=program.mode,
+                slot_bytes=layout_bytes,
+                samples_per_item=self._each,
+                load_s=probe.load_s,
+            )
+            crew.start(probe.spec, plan.batch_size, plan.workers)
+        except BaseException:
+            crew.close()
+            raise
+        engine.stats = self._stats
+        self._engine = engine
+        self._finalizer = weakref.finalize(self, engine.close)
+
+    def _first_indices(self) -> Any:
+        if isinstance(self._kind, Stream):
+            return np.zeros(1, np.int64)
+        size = PROBE_ITEMS if self._batch_size == "max" else min(PROBE_ITEMS, self._batch_size)
+        return self._order(self._next_epoch).indices(self._resume[0], self._resume[0] + size)
+
+    def _first_items(self, indices: Any) -> list[Any] | None:
+        if isinstance(self._kind, Stream):
+            return list(self._kind.first())
+        if isinstance(self._kind, Picker) and len(indices):
+            return self._kind(indices)
+        return None
+
+    def _make_program(self) -> Program:
+        source = self._kind if isinstance(self._kind, Source) else None
+        travels = source is not None and source.in_memory and self._load is not None and self._in_processes()
+        skips = self._on_error == "skip" or (isinstance(self._on_error, Retry) and self._on_error.then == "skip")
+        divides = (
+            self._each is not None
+            and self._batch_size != "max"
+            and self._batch_size % self._each == 0
+            and not self._resume[1]
+        )
+        if self._each == 1 or divides:
+            mode = Mode.ROWS if self._collate is None else Mode.FLOW if skips else Mode.WHOLE
+        else:
+            mode = Mode.FLOW
+        return Program(
+            self._load,
+            None if source is None or travels else source.reader(),
+            mode,
+            self._collate,
+            self._each,
+            self._cast,
+            self._on_error,
+            self._seed,
+        )
+
+    def _in_processes(self) -> bool:
+        return self._executor == "process" and self._num_workers != 0
+
+    def _make_crew(self, program: Program, workers: int | None) -> Crew:
+        if workers == 0:
+            return InlineCrew(program)
+        gathers_here = isinstance(self._kind, Source) and self._kind.in_memory and self._load is None
+        if self._executor == "thread" or gathers_here:
+            return ThreadCrew(program)
+        from penstock._core.crew.processes import ProcessCrew
+
+        return ProcessCrew(program, start_method=self._start_method)
+
+    def _probe(self, first: Any) -> tuple[Crew, Probe, Program]:
+        """Learn what a sample is and costs, in the kind of worker that will load it."""
+        self._program = program = self._make_program()
+        task = Task(0, 0, 0, 0, 0, self._next_epoch, first, self._first_items(first) or self._pick(first))
+        if isinstance(program.load, Into):
+            spec = program.load.spec
+            # A declared spec needs no sample: what cannot fit is refused before anything is started.
+            probe = Probe(spec, 0, 1e-3, 1e-3, 0, 0)
+            self._solve(probe, program, None, task.items)
+        if program.load is None and isinstance(self._kind, Source) and self._collate is None:
+            return self._probe_source(self._kind, first, program)
+        crew = self._make_crew(program, self._num_workers)
+        try:
+            return crew, crew.probe(task), program
+        except BaseException as error:
+            crew.close()
+            failure = getattr(error, "failure", None)
+            if isinstance(failure, Failure):
+                raise error_of(failure, Unit(0, 0, first, task.items)) from None
+            if isinstance(error, Exception) and not isinstance(error, PenstockError):
+                raise self._probe_failed(error, task) from error
+            raise
+
+    def _probe_failed(self, error: Exception, task: Task) -> LoadError:
+        item = task.items[0] if task.items else int(task.indices[0])
+        return LoadError(f"load failed for {shown(item)}, the first item: {type(error).__name__}: {error}", item=item)
+
+    def _probe_source(self, source: Source, first: Any, program: Program) -> tuple[Crew, Probe, Program]:
+        declared = source.spec()
+        spec = declared.cast(self._cast)
+        seconds = 0.0
+        if not source.in_memory:
+            began = time.perf_counter()
+            out = [np.empty((len(first), *leaf.shape), leaf.stored) for leaf in spec.leaves]
+            source.reader().read_into(first, out, spec.leaves)
+            seconds = (time.perf_counter() - began) / len(first)
+        probe = Probe(spec, 0, seconds, seconds, 2 * spec.sample_bytes, 0)
+        return InlineCrew(program), probe, program
+
+    def _solve(self, probe: Probe, program: Program, crew: Crew | None, items: Any) -> tuple[Plan, int]:
+        rows = tuple(row_bytes(leaf) for leaf in probe.spec.leaves)
+        if program.collate is not None:
+            rows = (int(probe.packed_bytes * PACKED_SLACK),)
+        length = None if isinstance(self._kind, Stream) or self._each is None else len(self._order(0)) * self._each
+        processes = crew is None or (not isinstance(crew, InlineCrew | ThreadCrew))
+        item_bytes = len(dumps(items[0])) if items else 8
+        self._window = _window(self._memory, item_bytes)
+        window_bytes = self._window * item_bytes if isinstance(self._kind, Stream) and self._shuffle else 0
+        footprint = Footprint(
+            leaf_row_bytes=rows,
+            load_bytes=probe.load_bytes,
+            **({"process_bytes": probe.process_bytes} if probe.process_bytes else {} if processes else {"process_bytes": 0}),
+            template_bytes=getattr(crew, "template_bytes", 0) if crew is not None else 0,
+            load_s=probe.load_s,
+            cpu_s=probe.cpu_s,
+            item_bytes=item_bytes,
+        )
+        request = Request(
+            memory=max(1, self._memory - window_bytes),
+            batch_size=self._batch_size,
+            num_workers=self._num_workers,
+            executor=self._executor if processes else "thread",
+            cores=machine.look().cores,
+            whole=program.mode is Mode.WHOLE,
+            staged=program.mode is Mode.FLOW,
+            length=length,
+        )
+        try:
+            plan = solve(request, footprint)
+        except BudgetError as error:
+            if not window_bytes:
+                raise
+            # The window is a share of the budget, so what is left for the rest grows with it.
+            least = -(-error.least * WINDOW_SHARE // (WINDOW_SHARE - 1) // PAGE) * PAGE + PAGE
+            raise BudgetError(f"{error} (with the shuffle window: memory={least})", least=least) from None
+        return plan, slot_bytes(rows, plan.batch_size)
+
+
+class Epoch:
+    """One pass over the items of a feed; an iterator of batches."""
+
+    def __init__(self, feed: Feed, engine: Engine | None, number: int, run: int) -> None:
+        self._feed = feed
+        self._engine = engine
+        self._run = run
+        self.number = number
+        """Which epoch this is."""
+        self._turn = threading.Lock()
+        self._over = engine is None
+        self._assembler = Assembler()
+        self._segments: deque[list[int]] = deque()  # position, samples of it seen before, rows: of what was put by
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._feed)
+
+    def __next__(self) -> Any:
+        # Two threads may share an epoch: each batch goes to one of them.
+        with self._turn:
+            if self._over:
+                raise StopIteration
+            try:
+                return self._next()
+            except BaseException:
+                self.close()
+                raise
+
+    def __del__(self) -> None:
+        # Not a way to close: an epoch that nobody holds any more must not go on reading ahead.
+        if not self._over:
+            self.close()
+
+    def close(self) -> None:
+        """Stop here: what was read ahead is dropped, items of a one-time stream are kept for the next epoch."""
+        self._over = True
+        if self._engine is not None:
+            self._feed._take_back(self._engine.stop(self._run))
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing more to come."""
+        return self._over
+
+    def _next(self) -> Any:
+        feed, engine = self._feed, self._engine
+        assert engine is not None
+        size = engine.plan.batch_size
+        while len(self._assembler) < size:
+            found = engine.next_chunk(self._run, self.number)
+            if found is None:
+                if len(self._assembler) and not feed._drop_last:
+                    return self._assembled(len(self._assembler))
+                feed._cursor = (self.number + 1, 0, 0)
+                self._over = True
+                feed._finished(self)
+                raise StopIteration
+            unit, chunk = found
+            self._note_failures(unit, chunk)
+            if engine.mode is Mode.WHOLE:
+                return self._collated(unit, chunk)
+            if engine.mode is Mode.ROWS and not chunk.failures and not len(self._assembler):
+                return self._rows(unit, chunk)
+            self._put_by(unit, chunk)
+        return self._assembled(size)
+
+    def _rows(self, unit: Unit, chunk: Chunk) -> Any:
+        feed, engine = self._feed, self._engine
+        assert engine is not None
+        texts = chunk.body or []
+        lease = engine.lease(chunk)
+        if lease is not None:
+            leaves = rows_batch(feed._layout, *lease, chunk.rows, texts, feed._door)
+        else:
+            leaves = rows_batch(feed._layout, *engine.peek(chunk), chunk.rows, texts, feed._copying)
+            engine.release(chunk)
+            feed._note_copy()
+        self._note(unit, chunk.rows, nbytes_of(leaves))
+        return feed._spec.build(leaves)
+
+    def _collated(self, unit: Unit, chunk: Chunk) -> Any:
+        feed, engine = self._feed, self._engine
+        assert engine is not None
+        size = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape, _ in chunk.body.leaves)
+        lease = engine.lease(chunk)
+        if lease is not None:
+            batch = packed_batch(chunk.body, feed._trees, *lease, feed._door, copy=False)
+        else:
+            batch = packed_batch(chunk.body, feed._trees, *engine.peek(chunk), feed._door, copy=True)
+            engine.release(chunk)
+            feed._note_copy()
+        self._note(unit, chunk.rows, size)
+        return batch
+
+    def _note(self, unit: Unit, rows: int, size: int) -> None:
+        feed = self._feed
+        feed._cursor = (self.number, unit.start + len(unit.indices), 0)
+        feed._count(rows, size)
+
+    # ---- what cannot be handed out as it lies
+
+    def _put_by(self, unit: Unit, chunk: Chunk) -> None:
+        """Copy the samples of a chunk out of its slot, to be cut into batches."""
+        feed, engine = self._feed, self._engine
+        assert engine is not None
+        if chunk.rows and feed._collate is not None:
+            samples = packed_batch(chunk.body, feed._trees, *engine.peek(chunk), None, copy=True)
+            self._assembler.add([samples], len(samples))
+        elif chunk.rows:
+            texts = chunk.body or []
+            leaves = rows_batch(feed._layout, *engine.peek(chunk), chunk.rows, texts, None)
+            each = feed._each or 1
+            lost = {f.ordinal for f in chunk.failures} if engine.mode is Mode.ROWS else set()
+            good = [i for i in range(chunk.rows) if i // each not in lost]
+            self._assembler.add([_chosen(leaf, good, chunk.rows) for leaf in leaves], len(good))
+        engine.release(chunk)
+        if chunk.counts is not None:
+            for ordinal, count in chunk.counts:
+                seen = unit.seen if ordinal == unit.seen_ordinal else unit.skip if ordinal == 0 else 0
+                self._segments.append([unit.start + ordinal, seen, count])
+                unit.seen_ordinal, unit.seen = ordinal, seen + count
+        else:
+            each = feed._each or 1
+            lost = {f.ordinal for f in chunk.failures}
+            self._segments.extend([unit.start + i, 0, each] for i in range(len(unit.indices)) if i not in lost)
+
+    def _assembled(self, rows: int) -> Any:
+        feed = self._feed
+        leaves = self._assembler.cut(rows)
+        left = rows
+        while left:
+            position, seen, count = self._segments[0]
+            used = min(left, count)
+            left -= used
+            if used == count:
+                self._segments.popleft()
+            else:
+                self._segments[0] = [position, seen + used, count - used]
+            feed._cursor = (self.number, position, seen + used)
+        if feed._each is not None and feed._cursor[2] == feed._each:
+            feed._cursor = (self.number, feed._cursor[1] + 1, 0)
+        feed._count(rows, nbytes_of(leaves))
+        if feed._collate is not None:
+            batch = feed._collate(leaves[0])
+            convert = feed._door
+            if convert is None:
+                return batch
+            return optree.tree_map(lambda x: convert(x) if isinstance(x, np.ndarray) else x, batch, namespace=NAMESPACE)
+        if feed._door is not None:
+            leaves = [leaf if isinstance(leaf, list) else feed._door(leaf) for leaf in leaves]
+        return feed._spec.build(leaves)
+
+    def _note_failures(self, unit: Unit, chunk: Chunk) -> None:
+        feed = self._feed
+        if not chunk.failures:
+            if chunk.rows:
+                feed._skips_in_a_row = 0
+            return
+        for failure in sorted(chunk.failures, key=lambda f: f.ordinal):
+            error = error_of(failure, unit)
+            feed._stats.skipped.append((getattr(error, "item", None), failure.error))
+        alive = len(unit.indices) - len(chunk.failures)
+        feed._skips_in_a_row = 0 if alive else feed._skips_in_a_row + len(chunk.failures)
+        if feed._skips_in_a_row >= SKIPS_IN_A_ROW:
+            item, error = feed._stats.skipped[-1]
+            raise LoadError(
+                f"the last {feed._skips_in_a_row} items all failed, so something is wrong with all of them; the last was "
+                f"{shown(item)}: {type(error).__name__}: {error}",
+                item=item,
+            ) from error
+
+
+def _chosen(leaf: Any, good: list[int], rows: int) -> Any:
+    if isinstance(leaf, list):
+        return [leaf[i] for i in good]
+    return leaf.copy() if len(good) == rows else leaf[good]
+
+
+def _every(items: Iterator[Any], rank: int, world: int) -> Iterator[Any]:
+    for number, item in enumerate(items):
+        if number % world == rank:
+            yield item
+
+
+def _window(memory: int, item_bytes: int) -> int:
+    room = max(2, memory // WINDOW_SHARE // (item_bytes + 64))
+    return int(min(WINDOW_MOST, 1 << (room.bit_length() - 1)))
+
+
+def _shard(shard: Any) -> tuple[int, int]:
+    if shard is None:
+        return 0, 1
+    if shard == "auto":
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        return int(os.environ.get("RANK", "0")), world
+    rank, world = shard
+    if not 0 <= rank < world:
+        raise ValueError(f"shard={shard!r}: give (rank, world) with rank from 0 to world - 1")
+    return int(rank), int(world)
+
+
+def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is not known: give one of {', '.join(map(repr, known))}")
+
+
+def _check_count(name: str, value: Any, *, least: int, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name}={value!r} must be an int{' or None' if optional else ''}")
+    if value < least:
+        raise ValueError(f"{name}={value} must be {least} or more")
+
+
+def _check_into(load: Any, cast: Any, collate: Any, each: int | None) -> None:
+    if not isinstance(load, Into):
+        return
+    for name, wrong in (("cast", cast is not None), ("collate_fn", collate is not None), ("samples_per_item", each != 1)):
+        if wrong:
+            raise TypeError(f"{name} cannot be used with @penstock.into: that load writes the stored form itself")
+
+
+def plan(
+    sample: Any,
+    *,
+    memory: Size | None = None,
+    batch_size: int | Literal["max"] = 32,
+    num_workers: int | None = None,
+    executor: Literal["process", "thread"] = "process",
+    cast: Cast = None,
+    length: int | None = None,
+) -> Plan:
+    """The plan for samples like this one, without running anything: a lean worker is assumed, not measured."""
+    spec = Spec.of(sample, cast=cast)
+    request = Request(
+        memory=parse_size(DEFAULT_SHARE if memory is None else memory, available=machine.available_bytes()),
+        batch_size=batch_size,
+        num_workers=num_workers,
+        executor=executor,
+        cores=machine.look().cores,
+        length=length,
+    )
+    return solve(request, Footprint.assumed(tuple(row_bytes(leaf) for leaf in spec.leaves)))

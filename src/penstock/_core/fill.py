@@ -1,0 +1,495 @@
+"""Does one task: loads items and writes the samples into rows of a slot.
+
+Runs where the work is done: a worker process, a thread, or the consumer's own process. It knows nothing of
+queues, sockets or other workers; ``ask`` is how it gets more room. Errors of user code become Failures here,
+with the traceback as text, because most frames cannot travel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Final, NamedTuple, Protocol
+
+import cloudpickle
+import numpy as np
+import optree
+
+from penstock._core import context
+from penstock._core.errors import LoadError, SpecError, shown
+from penstock._core.layout import Layout, aligned
+from penstock._core.program import Into, Probe, Program
+from penstock._core.spec import Array, Spec, as_array, differs, dump_tree, flatten, is_floating, store, to_dtype
+from penstock._core.task import Failure, Grant, Mode, Reply, Status, Task
+
+__all__ = ["Filler", "Gauge", "Memory", "Packed", "Room", "SampleGauge", "Steps", "failure_of"]
+
+Ask = Callable[[Reply], Grant]
+Steps = Generator[Reply, Grant, Reply]
+More = Generator[Reply, Grant, None]
+
+# A probe looks at several items so that one odd one does not decide, but not for long.
+PROBE_ITEMS: Final = 8
+PROBE_S: Final = 0.02
+COLLATE_INDEX: Final = 1 << 62  # keeps the randomness of a collate_fn apart from that of its items
+
+
+class Memory(Protocol):
+    """The slots, as the worker sees them."""
+
+    def window(self, offset: int, size: int) -> tuple[Any, int]:
+        """An object with the buffer protocol that holds these bytes, and where in it they start."""
+
+
+class Gauge(Protocol):
+    """Measures what loading costs; the parent's own process is measured less closely than a worker."""
+
+    def idle_bytes(self) -> int: ...
+    def start(self) -> None: ...
+    def peak_bytes(self) -> int: ...
+
+
+class SampleGauge:
+    """For loads in the consumer's own process, which does much else: leaves it to the size of the sample."""
+
+    def idle_bytes(self) -> int:
+        """Nothing is added by being idle."""
+        return 0
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def peak_bytes(self) -> int:
+        """Not measured."""
+        return 0
+
+
+class Room(Exception):
+    """The parent took the slot back: give up this task."""
+
+
+class Packed:
+    """How a collated batch lies in its slot: the pickled tree, and (kind, dtype, shape, offset) for each leaf."""
+
+    __slots__ = ("leaves", "tree")
+
+    def __init__(self, tree: bytes, leaves: list[tuple[str, Any, tuple[int, ...], int]]) -> None:
+        self.tree = tree
+        self.leaves = leaves
+
+
+class Filler:
+    """Runs a program for one worker."""
+
+    def __init__(self, program: Program, memory: Memory, worker: int) -> None:
+        self.program = program
+        self.memory = memory
+        self.worker = worker
+        self.beat: Callable[[int], None] = lambda ordinal: None
+        self._layout: Layout | None = None
+        self._columns: dict[int, list[Array]] = {}
+        self._kept: dict[tuple[int, int], Any] = {}
+        self._trees: dict[optree.PyTreeSpec, bytes] = {}
+
+    def configure(self, spec: Spec, rows: int) -> None:
+        """The form of a sample and the rows of a slot are decided."""
+        self._layout = Layout.of(spec, rows)
+        self._columns.clear()
+
+    def probe(self, task: Task, gauge: Gauge) -> Probe:
+        """Load a few items and say what a sample looks like and costs; what was loaded is used again."""
+        program = self.program
+        items = self._items(task)
+        idle = gauge.idle_bytes()
+        gauge.start()
+        began = time.perf_counter()
+        costs: list[tuple[float, float]] = []
+        spec = program.load.spec if isinstance(program.load, Into) else None
+        packed = 0
+        for ordinal, item in enumerate(items):
+            context.enter(program.seed, task.epoch, int(task.indices[ordinal]))
+            if isinstance(program.load, Into):
+                # Nothing to look at: the spec was declared. What it costs is learned while it runs.
+                break
+            wall, cpu = time.perf_counter(), time.process_time()
+            sample = self._first_sample(item)
+            costs.append((time.perf_counter() - wall, time.process_time() - cpu))
+            if spec is None:
+                spec = Spec.of(sample, cast=program.cast if program.collate is None else None, item=item)
+            if program.collate is not None:
+                packed = max(packed, _packed_bytes(flatten(program.collate([sample]))[0]))
+            if program.samples_per_item == 1 and program.mode is Mode.ROWS:
+                self._kept[task.epoch, int(task.indices[ordinal])] = sample
+            if time.perf_counter() - began > PROBE_S:
+                break
+        context.leave()
+        assert spec is not None
+        # The median: the first load may import things, and any may be interrupted.
+        load_s, cpu_s = sorted(costs)[len(costs) // 2] if costs else (0.0, 0.0)
+        return Probe(
+            spec,
+            packed,
+            load_s,
+            cpu_s,
+            gauge.peak_bytes() or 2 * spec.sample_bytes,
+            idle,
+        )
+
+    def do(self, task: Task, ask: Ask) -> Reply:
+        """Do a task, blocking in ``ask`` whenever it needs more room."""
+        steps = self.steps(task)
+        try:
+            wanted = next(steps)
+            while True:
+                wanted = steps.send(ask(wanted))
+        except StopIteration as end:
+            reply: Reply = end.value
+            return reply
+
+    def steps(self, task: Task) -> Steps:
+        """Do a task; yields when it needs more room, returns what became of it, never raises for user code."""
+        started = time.perf_counter()
+        reply = Reply(task.id, self.worker, Status.DONE)
+        failures: list[Failure] = []
+        try:
+            if self.program.mode is Mode.ROWS:
+                self._fill_rows(task, reply, failures)
+            elif self.program.mode is Mode.WHOLE:
+                yield from self._fill_whole(task, reply)
+            else:
+                yield from self._flow(task, reply, failures)
+        except Room:
+            reply.rows = 0
+        except _Failed as failed:
+            reply.status = Status.FAILED
+            reply.body = failed.failure
+        finally:
+            context.leave()
+        reply.failures = tuple(failures)
+        reply.seconds = time.perf_counter() - started
+        return reply
+
+    # ---- rows
+
+    def _fill_rows(self, task: Task, reply: Reply, failures: list[Failure]) -> None:
+        program = self.program
+        columns = self._slot(task.offset)
+        assert self._layout is not None
+        spec = self._layout.spec
+        row = task.start
+        if program.load is None:
+            assert program.reader is not None
+            out = [column[row : row + len(task.indices)] for column in columns]
+            self._attempt(lambda: program.reader.read_into(task.indices, out, spec.leaves), 0, "rows of a source", [])  # type: ignore[union-attr]
+            return
+        each = program.samples_per_item or 1
+        texts: list[tuple[int, int, bytes]] = []
+        for ordinal, item in self._each(task):
+            index = int(task.indices[ordinal])
+            first = row + ordinal * each
+
+            def write(item: Any = item, first: int = first, index: int = index) -> None:
+                context.enter(program.seed, task.epoch, index)
+                if isinstance(program.load, Into):
+                    program.load.function(item, spec.build([column[first, ...] for column in columns]))
+                elif each == 1:
+                    kept = self._kept.pop((task.epoch, index), None) if self._kept else None
+                    sample = program.load(item) if kept is None else kept  # type: ignore[misc]
+                    self._write(columns, first, sample, item, texts)
+                else:
+                    for offset, sample in enumerate(self._exactly(item, each)):
+                        self._write(columns, first + offset, sample, item, texts)
+
+            if not self._attempt(write, ordinal, item, failures):
+                texts[:] = [t for t in texts if not first <= t[0] < first + each]
+        reply.body = texts or None
+
+    def _write(self, columns: list[Array], row: int, sample: Any, item: Any, texts: list[tuple[int, int, bytes]]) -> None:
+        assert self._layout is not None
+        spec = self._layout.spec
+        at = 0
+        for leaf, value in zip(spec.leaves, spec.values(sample, item), strict=True):
+            if leaf.kind == "array":
+                if type(value) is not np.ndarray:
+                    if isinstance(value, str | bytes):
+                        raise differs(leaf, value, item)
+                    value = as_array(value, path=leaf.path, item=item)
+                if value.shape != leaf.shape or value.dtype != leaf.dtype:
+                    raise differs(leaf, value, item)
+                if leaf.stored is leaf.dtype or leaf.stored == leaf.dtype:
+                    columns[at][row] = value
+                else:
+                    store(columns[at][row, ...], value, leaf, item)
+                at += 1
+                continue
+            if not isinstance(value, str if leaf.kind == "str" else bytes):
+                raise differs(leaf, value if isinstance(value, str | bytes) else as_array(value, path=leaf.path, item=item), item)
+            data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+            columns[at][row] = len(data)
+            if len(data) <= leaf.shape[0]:
+                columns[at + 1][row, : len(data)] = np.frombuffer(data, np.uint8)
+            else:
+                texts.append((row, at, data))
+            at += 2
+
+    # ---- whole batches
+
+    def _fill_whole(self, task: Task, reply: Reply) -> More:
+        program = self.program
+        samples: list[Any] = []
+        for ordinal, item in self._each(task):
+            self._attempt(lambda o=ordinal, i=item: samples.extend(self._samples(task, o, i)), ordinal, item, None)  # type: ignore[misc]
+        self.beat(0)
+        context.enter(program.seed, task.epoch, COLLATE_INDEX + int(task.indices[0]))
+        assert program.collate is not None
+        packing: list[_Packing] = []
+        self._attempt(
+            lambda: packing.append(self._unpacked(program.collate(samples))),  # type: ignore[misc]
+            0,
+            "a batch of samples, in collate_fn,",
+            None,
+        )
+        reply.rows = len(samples)
+        samples.clear()
+        reply.body = yield from self._pack(packing.pop(), task)
+
+    def _unpacked(self, batch: Any) -> _Packing:
+        """Any tree of arrays, scalars and texts as arrays to be written."""
+        values, tree = flatten(batch)
+        kinds = [_kind(value) for value in values]
+        arrays = [_packable(value) for value in values]
+        dtypes = [
+            self._collated_dtype(array) if kind == "array" else array.dtype
+            for kind, array in zip(kinds, arrays, strict=True)
+        ]
+        return _Packing(tree, kinds, arrays, dtypes)
+
+    def _pack(self, packing: _Packing, task: Task) -> Generator[Reply, Grant, Packed]:
+        """Write arrays one after the other into the slot, asking for a larger one if it must be."""
+        size = sum(aligned(array.size * dtype.itemsize) for array, dtype in zip(packing.arrays, packing.dtypes, strict=True))
+        if size > task.capacity:
+            grant = yield Reply(task.id, self.worker, Status.MORE, rows=size)
+            if grant.offset is None:
+                raise Room
+            task.slot, task.offset, task.capacity = grant.slot, grant.offset, grant.capacity
+        room = np.frombuffer(*_spread(self.memory.window(task.offset, task.capacity), task.capacity))
+        leaves: list[tuple[str, Any, tuple[int, ...], int]] = []
+        at = 0
+        for kind, array, dtype in zip(packing.kinds, packing.arrays, packing.dtypes, strict=True):
+            nbytes = array.size * dtype.itemsize
+            if nbytes:
+                np.copyto(room[at : at + nbytes].view(dtype).reshape(array.shape), array, casting="unsafe")
+            leaves.append((kind, dtype, array.shape, at))
+            at += aligned(nbytes)
+        if packing.tree not in self._trees:
+            if len(self._trees) > 64:  # trees that keep changing are not worth remembering
+                self._trees.clear()
+            self._trees[packing.tree] = dump_tree(packing.tree)
+        return Packed(self._trees[packing.tree], leaves)
+
+    def _collated_dtype(self, array: Array) -> np.dtype[Any]:
+        # A collated batch has leaves of its own; only a bare floating cast can be meant for it.
+        cast = self.program.cast
+        if cast is None or isinstance(cast, dict):
+            return array.dtype
+        target = to_dtype(cast)
+        return target if is_floating(target) and is_floating(array.dtype) and target.itemsize <= array.itemsize else array.dtype
+
+    # ---- any number of samples from an item
+
+    def _flow(self, task: Task, reply: Reply, failures: list[Failure]) -> More:
+        """Fill the slot with samples; hand it over when it is full and go on in another."""
+        assert self._layout is not None
+        rows = self._layout.rows
+        listed = self.program.collate is not None
+        held: list[Any] = []
+        texts: list[tuple[int, int, bytes]] = []
+        counts: list[tuple[int, int]] = []
+        filled = 0
+        to_skip = task.skip
+        for ordinal, item in self._each(task):
+            try:
+                for sample in self._samples(task, ordinal, item):
+                    if to_skip:
+                        to_skip -= 1
+                        continue
+                    if filled == rows:
+                        body = (yield from self._pack(self._unpacked(held), task)) if listed else texts
+                        moment = context.save()
+                        grant = yield Reply(task.id, self.worker, Status.MORE, filled, body=(counts, body))
+                        context.restore(moment)
+                        if grant.offset is None:
+                            raise Room
+                        task.slot, task.offset, task.capacity = grant.slot, grant.offset, grant.capacity
+                        held, texts, counts, filled = [], [], [], 0
+                    if listed:
+                        held.append(sample)
+                    else:
+                        self._write(self._slot(task.offset), filled, sample, item, texts)
+                    filled += 1
+                    if counts and counts[-1][0] == ordinal:
+                        counts[-1] = (ordinal, counts[-1][1] + 1)
+                    else:
+                        counts.append((ordinal, 1))
+            except Room:
+                raise
+            except Exception as error:
+                failure = failure_of(error, ordinal, item)
+                if not self.program.skips:
+                    raise _Failed(failure) from error
+                failures.append(failure)
+        body = (yield from self._pack(self._unpacked(held), task)) if listed and held else texts
+        reply.rows, reply.body = filled, (counts, body)
+
+    # ---- items and samples
+
+    def _each(self, task: Task) -> Iterator[tuple[int, Any]]:
+        """The items with their places, each noted in the worker's record before it is tried."""
+        for ordinal, item in enumerate(self._items(task)):
+            if ordinal not in task.barred:
+                self.beat(ordinal)
+                yield ordinal, item
+
+    def _items(self, task: Task) -> Any:
+        if task.items is not None:
+            return task.items
+        assert self.program.reader is not None
+        return self.program.reader.read(task.indices)
+
+    def _samples(self, task: Task, ordinal: int, item: Any) -> Iterator[Any]:
+        program = self.program
+        context.enter(program.seed, task.epoch, int(task.indices[ordinal]))
+        assert program.load is not None or program.reader is not None
+        if program.samples_per_item == 1:
+            yield program.load(item) if program.load is not None else item
+        elif program.samples_per_item is None:
+            yield from _iterate(program.load(item), item)  # type: ignore[misc]
+        else:
+            yield from self._exactly(item, program.samples_per_item)
+
+    def _exactly(self, item: Any, count: int) -> Iterator[Any]:
+        given = 0
+        for sample in itertools.islice(_iterate(self.program.load(item), item), count + 1):  # type: ignore[misc]
+            given += 1
+            if given <= count:
+                yield sample
+        if given != count:
+            came = f"only {given}" if given < count else "more"
+            raise SpecError(
+                f"load gave {came} samples for {shown(item)}, but samples_per_item={count}: give exactly that many, or "
+                "samples_per_item=None when the number varies",
+                item=item,
+            )
+
+    def _first_sample(self, item: Any) -> Any:
+        program = self.program
+        try:
+            if program.load is None:
+                return item
+            made = program.load(item)
+            if program.samples_per_item == 1:
+                return made
+            for sample in _iterate(made, item):
+                return sample
+        except Exception as error:
+            if isinstance(error, SpecError):
+                raise
+            raise _Failed(failure_of(error, 0, item)) from error
+        raise SpecError(
+            f"load gave no sample at all for {shown(item)}, the first item: its first sample shows what batches look like",
+            item=item,
+        )
+
+    def _slot(self, offset: int) -> list[Array]:
+        columns = self._columns.get(offset)
+        if columns is None:
+            assert self._layout is not None
+            columns = self._layout.arrays(*self.memory.window(offset, self._layout.nbytes))
+            self._columns[offset] = columns
+        return columns
+
+    def _attempt(
+        self, action: Callable[[], Any], ordinal: int, item: Any, failures: list[Failure] | None
+    ) -> bool:
+        """Run user code as often as on_error says; False when the item is to be left out."""
+        tries = self.program.tries
+        for attempt in range(1, tries + 1):
+            try:
+                action()
+                return True
+            except Room:
+                raise
+            except Exception as error:
+                if attempt < tries and not isinstance(error, SpecError):
+                    time.sleep(self.program.on_error.wait_s * 2 ** (attempt - 1))  # type: ignore[union-attr]
+                    continue
+                failure = failure_of(error, ordinal, item)
+                if failures is None or not self.program.skips:
+                    raise _Failed(failure) from error
+                failures.append(failure)
+                return False
+        raise AssertionError
+
+
+class _Packing(NamedTuple):
+    tree: optree.PyTreeSpec
+    kinds: list[str]
+    arrays: list[Array]
+    dtypes: list[np.dtype[Any]]
+
+
+class _Failed(Exception):
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.error)
+        self.failure = failure
+
+
+def failure_of(error: BaseException, ordinal: int, item: Any) -> Failure:
+    """An error of user code in a form that can travel: frames of ours are left out of the trace."""
+    if isinstance(error, _Failed):
+        return error.failure
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("penstock._core"):
+        frames = frames.tb_next
+    trace = "".join(traceback.format_exception(type(error), error, frames))
+    if isinstance(error, SpecError) and error.item is None:
+        error.item = item
+    return Failure(ordinal, error, trace)
+
+
+def _iterate(made: Any, item: Any) -> Iterator[Any]:
+    if isinstance(made, np.ndarray | str | bytes | dict) or not hasattr(made, "__iter__"):
+        raise SpecError(
+            f"load returned a {type(made).__name__} for {shown(item)}, but with samples_per_item it must return an iterator "
+            "(or list) of samples: write yield in place of return",
+            item=item,
+        )
+    return iter(made)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, str):
+        return "str"
+    if isinstance(value, bytes):
+        return "bytes"
+    return "scalar" if isinstance(value, bool | int | float | complex) else "array"
+
+
+def _packable(value: Any) -> Array:
+    if isinstance(value, str):
+        value = value.encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes):
+        return np.frombuffer(value, np.uint8)
+    return as_array(value)
+
+
+def _spread(window: tuple[Any, int], size: int) -> tuple[Any, Any, int, int]:
+    memory, start = window
+    return memory, np.uint8, size, start
+
+
+def _packed_bytes(values: list[Any]) -> int:
+    return sum(aligned(_packable(value).nbytes) for value in values)

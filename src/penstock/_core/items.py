@@ -1,0 +1,125 @@
+"""What a user gave as items, seen as one of three kinds: a sequence, a stream, or a source. Runs in the parent.
+
+Items are identities and stay here; only those of a task travel. A sequence is picked from by index vectors and
+never copied. A stream is pulled from exactly as far as there is room to load, and what was pulled but not handed
+out when an iteration stops early is given again to the next one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock._core.order import windowed
+from penstock._core.source import Source
+
+__all__ = ["Picker", "Stream", "sort_out"]
+
+
+class Picker:
+    """Picks items out of a sequence by index."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items.iloc if hasattr(items, "iloc") else items  # pandas looks up labels, not places
+        self._array = isinstance(items, np.ndarray)
+        self.length = len(items)
+
+    def __call__(self, indices: npt.NDArray[np.int64]) -> list[Any]:
+        """The items at these places."""
+        if self._array:
+            # One gather, and plain Python values where there are some: they are smaller in a message.
+            picked = self._items[indices]
+            return list(picked) if picked.ndim > 1 or picked.dtype.hasobject else picked.tolist()
+        items = self._items
+        return [items[i] for i in indices.tolist()]
+
+
+class Stream:
+    """Items that come one after the other."""
+
+    length = None
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = items
+        # An iterator gives its items once: a further epoch goes on where the last one stopped pulling.
+        self._once = iter(items) is items
+        self._back: deque[Any] = deque()
+        self._iterator: Iterator[Any] | None = None
+
+    @property
+    def restarts(self) -> bool:
+        """Whether a new epoch begins at the start again."""
+        return not self._once
+
+    def begin(self, window: int | None, seed: int, epoch: int) -> Iterator[Any]:
+        """The items of an epoch, in order or drawn from a shuffle window."""
+        if self._once:
+            if self._iterator is None:
+                self._iterator = iter(self._items)
+            source: Iterator[Any] = self._pull(self._iterator)
+        else:
+            source = iter(self._items)
+        return source if window is None else windowed(source, window, seed=seed, epoch=epoch)
+
+    def give_back(self, items: Iterable[Any]) -> None:
+        """Items that were pulled and not handed out: the next epoch of a one-time stream begins with them."""
+        if self._once:
+            self._back.extend(items)
+
+    def first(self) -> tuple[Any, ...]:
+        """The first item, without using it up; empty if there is none."""
+        if not self._once:
+            for item in self._items:
+                return (item,)
+            return ()
+        if not self._back:
+            if self._iterator is None:
+                self._iterator = iter(self._items)
+            for item in self._iterator:
+                self._back.append(item)
+                break
+        return (self._back[0],) if self._back else ()
+
+    def _pull(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            if self._back:
+                yield self._back.popleft()
+                continue
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            yield item
+
+
+def sort_out(items: Any, load: Any) -> Picker | Stream | Source:
+    """Which kind of items these are; TypeError when they cannot be any."""
+    if isinstance(items, str | bytes):
+        raise TypeError(
+            f"items={items!r} is one {type(items).__name__}, and its characters are hardly meant: give a list of items, "
+            f"such as [{items!r}]"
+        )
+    if isinstance(items, Mapping):
+        raise TypeError("items is a dict: give list(d.items()), or list(d) and look the values up in load")
+    is_source = isinstance(items, Source)
+    if load is None and not is_source:
+        hint = (
+            ": for a data set with __getitem__ write Feed(range(len(data)), data.__getitem__)"
+            if hasattr(items, "__getitem__")
+            else ": write one, item -> sample"
+        )
+        raise TypeError(f"a {type(items).__name__} of items needs a load function{hint}; only sources go without")
+    if load is not None and not callable(load):
+        raise TypeError(f"load is a {type(load).__name__}, which cannot be called: give a function, item -> sample")
+    if is_source:
+        source: Source = items
+        return source
+    if hasattr(items, "__len__") and hasattr(items, "__getitem__"):
+        return Picker(items)
+    if hasattr(items, "__iter__"):
+        return Stream(items)
+    raise TypeError(f"items is a {type(items).__name__}, which cannot be iterated: give a sequence, an iterable or a source")

@@ -1,0 +1,233 @@
+"""Which item stands where: shuffles, epochs, shards, and the randomness of one sample. Pure; runs everywhere.
+
+Everything here is computed from ``mix``, a fixed 64-bit hash, by position: nothing is drawn in sequence, so any
+part of an epoch can be had at once, on any rank, in any process, after any interruption. numpy's own shuffles
+are not used because their streams may change between versions, and they need memory for every item.
+
+It does not know what items are, where they are read, or how many workers there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isqrt
+from typing import Any, Final, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Order", "Permutation", "mix", "rng_for", "windowed"]
+
+T = TypeVar("T")
+Words = NDArray[np.uint64]
+
+_MASK: Final = 2**64 - 1
+# The increment and the two multipliers of splitmix64 (Steele, Lea, Flood 2014). They are part of the file format
+# of every saved state: changing one changes every shuffle that anybody ever resumed.
+_STEP: Final = 0x9E3779B97F4A7C15
+_MUL_1: Final = 0xBF58476D1CE4E5B9
+_MUL_2: Final = 0x94D049BB133111EB
+
+# First words of a hash, one per use, so that the order, the window and the samples' randomness share no number.
+_FOR_ORDER: Final = 1
+_FOR_WINDOW: Final = 2
+_FOR_SAMPLE: Final = 3
+
+# Up to here a table of the whole permutation is 128 KiB (16 bits an item) and sorting takes a few milliseconds.
+_TABLE_MOST: Final = 2**16
+# With four rounds, differences between positions that share one half are far from uniform (144 sigma over 200 keys of
+# 70,001 positions); with six, none of 20 statistics differs from those of numpy's permutations.
+_ROUNDS: Final = 6
+
+
+def _mix_int(words: tuple[int, ...]) -> int:
+    h = 0
+    for word in words:
+        h = ((h ^ (word & _MASK)) + _STEP) & _MASK
+        h = ((h ^ (h >> 30)) * _MUL_1) & _MASK
+        h = ((h ^ (h >> 27)) * _MUL_2) & _MASK
+        h ^= h >> 31
+    return h
+
+
+@overload
+def mix(*words: int) -> int: ...  # type: ignore[overload-overlap]  # ints alone are the narrower case, listed first
+@overload
+def mix(*words: int | NDArray[Any]) -> Words: ...
+def mix(*words: int | NDArray[Any]) -> int | Words:
+    """A 64-bit hash of integers, the same for ever on every machine: an int, or a uint64 array if a word is an array.
+
+    Words are taken modulo 2**64; arrays are broadcast against each other. With all words but one held fixed, it is a
+    bijection of that one: different seeds can never give the same hash for the same rest.
+    """
+    if not any(isinstance(word, np.ndarray) and word.ndim for word in words):
+        return _mix_int(tuple(int(word) for word in words))
+    h = np.zeros(1, np.uint64)
+    for word in words:
+        # Arrays of at least one axis: numpy wraps those silently, and warns about scalars.
+        w = word.astype(np.uint64) if isinstance(word, np.ndarray) else np.array([int(word) & _MASK], np.uint64)
+        h = _stir((h ^ w) + np.uint64(_STEP))
+    return h
+
+
+def _stir(h: Words) -> Words:
+    """The finalizer of splitmix64, in place."""
+    h ^= h >> np.uint64(30)
+    h *= np.uint64(_MUL_1)
+    h ^= h >> np.uint64(27)
+    h *= np.uint64(_MUL_2)
+    h ^= h >> np.uint64(31)
+    return h
+
+
+@lru_cache(maxsize=8)  # a few ranks' or epochs' tables at once: at most 1 MiB
+def _table(n: int, key: int) -> NDArray[np.uint16]:
+    # The hashes are distinct (mix is a bijection of its last word), so the sort has one answer whatever its algorithm.
+    return np.argsort(mix(key, np.arange(n, dtype=np.uint64))).astype(np.uint16)
+
+
+@lru_cache(maxsize=8)
+def _network(n: int, key: int) -> tuple[int, int, Words]:
+    a = isqrt(n - 1) + 1
+    return a, -(-n // a), mix(key, np.arange(_ROUNDS))
+
+
+@dataclass(frozen=True, slots=True)
+class Permutation:
+    """A pseudo-random permutation of ``range(n)`` that can be asked at any position.
+
+    Up to 65,536 it is a sort by hash. Above, it takes no memory and no time to start, whatever ``n``: positions are
+    written as pairs in Z_a x Z_b with a and b near the square root of n, and each half in turn is shifted by a hash of
+    the other (a Feistel network over mixed moduli). a * b exceeds n by less than a, so fewer than one position in
+    250 lands outside of ``range(n)`` and is sent through again until it does not.
+    """
+
+    n: int
+    key: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.n < 2**63:
+            raise ValueError(f"cannot permute {self.n} positions: the number must be from 0 to 2**63 - 1")
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __call__(self, positions: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """What stands at each of ``positions``."""
+        if positions.size == 0:
+            return np.empty(positions.shape, np.int64)
+        low, high = int(positions.min()), int(positions.max())
+        if low < 0 or high >= self.n:
+            raise IndexError(f"positions {low} to {high} are not all within the {self.n} that were permuted")
+        if self.n <= _TABLE_MOST:
+            return np.take(_table(self.n, self.key), positions).astype(np.int64)
+        flat = self._cross(positions.ravel().astype(np.uint64))
+        out = np.flatnonzero(flat >= np.uint64(self.n))
+        while out.size:
+            again = self._cross(flat[out])
+            flat[out] = again
+            out = out[again >= np.uint64(self.n)]
+        return flat.astype(np.int64).reshape(positions.shape)
+
+    def _cross(self, x: Words) -> Words:
+        """One pass through the network: a bijection of ``range(a * b)``."""
+        a, b, round_keys = _network(self.n, self.key)
+        left, right = np.divmod(x, np.uint64(b))
+        for round_key in round_keys:
+            shift = _stir(right ^ round_key)
+            # The upper half of the hash times a, over 2**32: uniform in range(a) without a division. a < 2**32.
+            shift >>= np.uint64(32)
+            shift *= np.uint64(a)
+            shift >>= np.uint64(32)
+            left += shift
+            left -= (left >= np.uint64(a)) * np.uint64(a)
+            left, right, a, b = right, left, b, a
+        # An even number of rounds leaves left in Z_a and right in Z_b, as they began.
+        return left * np.uint64(b) + right
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Which item stands at each position of one epoch, as one rank walks it.
+
+    There is one sequence for the whole world: the items as listed, or a permutation of them that depends on (seed,
+    epoch). Ranks are dealt to in turn: position p of rank r is place ``p * world + r`` of that sequence. So the first k
+    positions of all ranks together are the first ``k * world`` places, for any world: a job that goes on with
+    another number of ranks sees what the first one had not seen.
+
+    Every rank walks the same number of positions, or collective operations would wait for ever. When the items do not
+    divide evenly, the last places are filled from the start of the same sequence again (at most ``world - 1`` items
+    are seen twice when there are at least that many), or with ``drop`` the remainder is left out of this epoch.
+    """
+
+    length: int
+    shuffle: bool = False
+    seed: int = 0
+    epoch: int = 0
+    rank: int = 0
+    world: int = 1
+    drop: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.length < 2**62:
+            raise ValueError(f"length={self.length} is not a number of items: it must be from 0 to 2**62 - 1")
+        if self.world < 1 or not 0 <= self.rank < self.world:
+            raise ValueError(f"rank {self.rank} of {self.world} does not exist: ranks go from 0 to world - 1")
+
+    def __len__(self) -> int:
+        return self.length // self.world if self.drop else -(-self.length // self.world)
+
+    def indices(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The item index at each position of this rank from ``start`` to ``stop``, cut off at the end as slices are."""
+        if start < 0 or stop < 0:
+            raise ValueError(f"positions {start} to {stop} start before the first one, 0")
+        stop = min(stop, len(self))
+        if start >= stop:
+            return np.empty(0, np.int64)
+        places = np.arange(start, stop, dtype=np.int64)
+        if self.world > 1:
+            places *= self.world
+            places += self.rank
+            places %= self.length
+        if not self.shuffle:
+            return places
+        return Permutation(self.length, mix(_FOR_ORDER, self.seed, self.epoch))(places)
+
+
+def windowed(items: Iterable[T], size: int, *, seed: int, epoch: int) -> Iterator[T]:
+    """The items of a stream, each drawn at random from a window of ``size`` items.
+
+    Lazy: the first item needs at most ``size`` pulled, every further one at most one more. A stream that fits in the
+    window comes out fully permuted.
+    """
+    if size < 1:
+        raise ValueError(f"a shuffle window of {size} items cannot give any: size must be at least 1")
+    return _windowed(iter(items), size, mix(_FOR_WINDOW, seed, epoch))
+
+
+def _windowed(items: Iterator[T], size: int, key: int) -> Iterator[T]:
+    window: list[T] = []
+    for item in items:
+        window.append(item)
+        if len(window) == size:
+            break
+    turn = 0
+    while window:
+        slot = mix(key, turn) % len(window)
+        turn += 1
+        yield window[slot]
+        # The next item is pulled only now, when one more is wanted.
+        try:
+            window[slot] = next(items)
+        except StopIteration:
+            window[slot] = window[-1]
+            window.pop()
+
+
+def rng_for(seed: int, epoch: int, index: int) -> np.random.Generator:
+    """The random generator of one sample, the same whoever loads it and whenever."""
+    key = mix(_FOR_SAMPLE, seed, epoch, index)
+    # Through a SeedSequence, not Philox(key=...): then the generator's spawn() draws on the system's entropy.
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key << 64 | mix(key))))

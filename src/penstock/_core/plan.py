@@ -1,0 +1,510 @@
+"""What fits: from a budget, a footprint and a number of cores to batch size, slots and workers. Pure.
+
+``solve`` looks at nothing but its two arguments: the same request and footprint give the same plan on every machine,
+and a plan can be had without running anything. This file owns every number of a ``Plan`` and the reasons in its notes.
+Measuring footprints, and keeping the running processes to the plan, is done elsewhere.
+
+The order of preference, for a given batch size, is a ladder of (workers, slots): more workers before more slots, except
+that more than two workers need three slots. ``solve`` takes the first rung that fits, so a larger budget can never
+give a lower rung.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+from textwrap import wrap
+from typing import Any, Final, Literal
+
+from penstock._core.budget import format_bytes
+from penstock._core.errors import BudgetError
+from penstock._core.layout import slot_bytes
+
+__all__ = [
+    "LEAN_WORKER_BYTES",
+    "PARENT_BYTES",
+    "TEMPLATE_BYTES",
+    "THREAD_BYTES",
+    "Executor",
+    "Footprint",
+    "Plan",
+    "Request",
+    "solve",
+]
+
+Executor = Literal["process", "thread"]
+
+# What the parent adds besides slots: batch objects, messages, the books of the ledger. An allowance, not yet a measured
+# figure: generous, because the allocator gives back in steps.
+PARENT_BYTES: Final = 4 * 2**20
+# Private memory of a worker and of the template, assumed when nothing was measured: an interpreter with numpy, the
+# worker's pages being mostly shared with the template it was forked from.
+LEAN_WORKER_BYTES: Final = 12 * 2**20
+TEMPLATE_BYTES: Final = 24 * 2**20
+# The touched part of a thread's stack, and its share of malloc's arenas.
+THREAD_BYTES: Final = 256 * 2**10
+# Where a cached sample lies: an entry of a dict and an int.
+CACHE_ENTRY_BYTES: Final = 128
+
+# A message to a worker and its answer cost about this much: a faster load is faster without workers.
+CHEAP_S: Final = 15e-6
+# Loads that wait (disk, network) gain from more workers than cores; beyond this the storage is the limit.
+WAITING_WORKERS: Final = 16
+
+FEWEST_SLOTS: Final = 2  # one that the consumer reads, one that is filled meanwhile
+STEADY_SLOTS: Final = 3  # the consumer lets go of a batch only after it took the next one
+WANTED_SLOTS: Final = 4  # and one in reserve for items that take longer than others
+MOST_SLOTS: Final = 8
+CHEAP_SLOTS_BYTES: Final = 4 * 2**20  # slots up to this much in all are not worth saving
+DEVICE_BUFFERS: Final = 2  # one that is computed on, one that is copied into
+MOST_ROWS: Final = 2**31 - 1  # so that a row's number fits 32 bits anywhere, and a search for the largest batch ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What loading costs, as measured on a few samples."""
+
+    leaf_row_bytes: tuple[int, ...]
+    """Bytes of one sample's row of each leaf, as it lies in the slot."""
+    load_bytes: int
+    """Peak private memory of loading one sample above idle, the sample itself included."""
+    process_bytes: int = LEAN_WORKER_BYTES
+    """Private memory of an idle worker process."""
+    template_bytes: int = TEMPLATE_BYTES
+    """Private memory of the template process; 0 if there is none."""
+    load_s: float = 1e-3
+    """Wall seconds a sample."""
+    cpu_s: float = 1e-3
+    """Processor seconds a sample."""
+    item_bytes: int = 64
+    """What one identity costs in a message."""
+    releases_gil: bool | None = None
+    """Whether loads run side by side in threads; None if that is not known."""
+    measured: bool = True
+    """False if the seconds are an assumption."""
+
+    def __post_init__(self) -> None:
+        sizes = (*self.leaf_row_bytes, self.load_bytes, self.process_bytes, self.template_bytes, self.item_bytes)
+        if min(sizes) < 0 or min(self.load_s, self.cpu_s) < 0:
+            raise ValueError(f"a footprint cannot be negative: {self!r}")
+
+    @classmethod
+    def assumed(cls, leaf_row_bytes: tuple[int, ...]) -> Footprint:
+        """A footprint for samples that nobody loaded yet: a lean worker that holds a sample twice while it loads."""
+        return cls(leaf_row_bytes=leaf_row_bytes, load_bytes=2 * sum(leaf_row_bytes), measured=False)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample in a slot."""
+        return sum(self.leaf_row_bytes)
+
+    @property
+    def cheap(self) -> bool:
+        """Whether a load costs less than telling a worker to do it."""
+        return max(self.load_s, self.cpu_s) < CHEAP_S
+
+    @property
+    def waits(self) -> bool:
+        """Whether a load spends most of its time waiting for something else than the processor."""
+        return self.cpu_s < self.load_s / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user asked for, and the cores there are."""
+
+    memory: int
+    """Bytes for all that the feed adds."""
+    batch_size: int | Literal["max"] = 32
+    """Samples a batch, or as many as the budgets allow."""
+    num_workers: int | None = None
+    """How many workers; None: the plan decides."""
+    executor: Executor = "process"
+    cores: int = 1
+    whole: bool = False
+    """A batch is collated in one worker, which holds its samples and the result besides the slot."""
+    staged: bool = False
+    """Items give varying numbers of samples, which wait in staging slots for their place in a batch."""
+    device_memory: int | None = None
+    """Bytes for batches on the device."""
+    length: int | None = None
+    """Samples in all, if that is known."""
+    cache: bool = False
+    """Keep loaded samples in what the budget leaves."""
+
+    def __post_init__(self) -> None:
+        if self.memory <= 0:
+            raise ValueError(f"memory={self.memory} leaves no memory at all: give at least a few MiB")
+        if self.batch_size != "max" and not 1 <= self.batch_size <= MOST_ROWS:
+            raise ValueError(
+                f'batch_size={self.batch_size} is not from 1 to {MOST_ROWS} samples: give such a number, or "max"'
+            )
+        if self.num_workers is not None and self.num_workers < 0:
+            raise ValueError(f"num_workers={self.num_workers} is negative: give 0 or more, or None")
+        if self.executor not in ("process", "thread"):
+            raise ValueError(f'executor={self.executor!r} is not known: give "process" or "thread"')
+        if self.cores < 1:
+            raise ValueError(f"cores={self.cores}: there is always at least one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The numbers that were solved, and why. ``print`` it for a table."""
+
+    memory: int
+    """The budget: bytes for everything below together."""
+    sample_bytes: int
+    """Bytes of one sample in a slot."""
+    batch_size: int
+    """Samples in a batch."""
+    batch_bytes: int
+    """Bytes of one batch, which is one slot: its samples, each array page-aligned."""
+    slots: int
+    """How many batches are held at once: filling, ready, and in the consumer's hands."""
+    staging_slots: int
+    """Slots in which samples wait whose items give varying numbers of them."""
+    arena_bytes: int
+    """Bytes of the one mapping with all slots, staging ones included."""
+    workers: int
+    """How many load side by side; 0: samples are loaded in this process."""
+    worker_bytes: int
+    """Private bytes that one worker may use: idle, plus one load, plus whole batches where it collates."""
+    executor: Executor
+    """What a worker is."""
+    template_bytes: int
+    """Bytes of the process that workers are forked from; 0 without worker processes."""
+    parent_bytes: int
+    """Bytes that the feed adds to this process itself; without workers the load too."""
+    cache_bytes: int
+    """Bytes of kept samples."""
+    held_samples: int
+    """How many samples memory holds at once, in slots and in the cache."""
+    device_memory: int | None
+    """The budget for batches on the device."""
+    total_bytes: int
+    """Arena, workers, template, parent and cache together; never above ``memory``."""
+    notes: tuple[str, ...]
+    """One line for each decision."""
+
+    @property
+    def free_bytes(self) -> int:
+        """What the plan leaves of the budget."""
+        return self.memory - self.total_bytes
+
+    def __str__(self) -> str:
+        """A table of the parts, their number, and what share of the budget they take; then the notes."""
+        cached = self.held_samples - self.slots * self.batch_size
+        parts = [
+            ("slots, one batch each", self.slots, self.batch_bytes, self.slots * self.batch_bytes),
+            ("staging slots", self.staging_slots, self.batch_bytes, self.staging_slots * self.batch_bytes),
+            (f"workers, one {self.executor} each", self.workers, self.worker_bytes, self.workers * self.worker_bytes),
+            ("template process", int(self.template_bytes > 0), self.template_bytes, self.template_bytes),
+            ("this process", 1, self.parent_bytes, self.parent_bytes),
+            ("cached samples", cached, self.cache_bytes // max(1, cached), self.cache_bytes),
+        ]
+        rows = [("part", "number", "each", "bytes", "of budget")]
+        rows += [
+            (name, f"{number:,}", format_bytes(each), format_bytes(size), _share(size, self.memory))
+            for name, number, each, size in parts
+            if number
+        ]
+        sums = (("total", self.total_bytes), ("left free", self.free_bytes), ("budget", self.memory))
+        rows += [(name, "", "", format_bytes(size), _share(size, self.memory)) for name, size in sums]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "   ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(cells))
+            for cells in (list(zip(row, widths, strict=True)) for row in rows)
+        ]
+        rule = "-" * len(lines[0])
+        head = f"{_count(self.batch_size, 'sample')} of {format_bytes(self.sample_bytes)} a batch"
+        return "\n".join(
+            [
+                f"{head}, {_count(self.held_samples, 'sample')} in memory at once",
+                "",
+                *(lines[0], rule, *lines[1:-3], rule, *lines[-3:]),
+                "",
+                *(wrapped for note in self.notes for wrapped in wrap(note, 98, subsequent_indent="    ")),
+            ]
+        )
+
+
+def solve(request: Request, footprint: Footprint) -> Plan:
+    """The best plan inside the budget.
+
+    Raises ``BudgetError`` if there is none; its ``least`` is the smallest ``memory`` for which there is one, everything
+    else unchanged (or the smallest ``device_memory``, when it is the device that cannot hold one batch).
+    """
+    wanted, why = _wanted_workers(request, footprint)
+    rows = _largest_batch(request, footprint, wanted) if request.batch_size == "max" else request.batch_size
+    costs = _Costs.of(request, footprint, rows)
+    if request.device_memory is not None and costs.batch > request.device_memory:
+        raise _too_large_for_device(request.device_memory, costs)
+    rung = next((rung for rung in _ladder(costs, wanted) if costs.total(*rung) <= request.memory), None)
+    if rung is None:
+        raise _does_not_fit(costs, wanted)
+    workers, slots = rung
+    total = costs.total(workers, slots)
+    cached = 0
+    if request.cache and footprint.sample_bytes:
+        cached = (request.memory - total) // (footprint.sample_bytes + CACHE_ENTRY_BYTES)
+        cached = cached if request.length is None else min(cached, request.length)
+    cache_bytes = cached * (footprint.sample_bytes + CACHE_ENTRY_BYTES)
+    return Plan(
+        memory=request.memory,
+        sample_bytes=footprint.sample_bytes,
+        batch_size=rows,
+        batch_bytes=costs.batch,
+        slots=slots,
+        staging_slots=slots if request.staged else 0,
+        arena_bytes=costs.arena(slots),
+        workers=workers,
+        worker_bytes=costs.worker() if workers else 0,
+        executor=request.executor,
+        template_bytes=costs.template(workers),
+        parent_bytes=costs.parent(workers, slots),
+        cache_bytes=cache_bytes,
+        held_samples=slots * rows + cached,
+        device_memory=request.device_memory,
+        total_bytes=total + cache_bytes,
+        notes=tuple(_notes(costs, (wanted, why), rung, cached=cached)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """Bytes of each part of a plan with batches of ``rows`` samples. The budget plays no role."""
+
+    request: Request
+    footprint: Footprint
+    rows: int
+    batch: int
+
+    @classmethod
+    def of(cls, request: Request, footprint: Footprint, rows: int) -> _Costs:
+        return cls(request, footprint, rows, slot_bytes(footprint.leaf_row_bytes, rows))
+
+    def arena(self, slots: int) -> int:
+        return (2 * slots if self.request.staged else slots) * self.batch
+
+    def load(self) -> int:
+        """What whoever loads holds: one load, or where batches are collated whole, all samples and the result too."""
+        return self.footprint.load_bytes + (2 * self.batch if self.request.whole else 0)
+
+    def idle(self) -> int:
+        return self.footprint.process_bytes if self.request.executor == "process" else THREAD_BYTES
+
+    def worker(self) -> int:
+        # The identities of a task: at most those of a batch.
+        return self.idle() + self.load() + self.rows * self.footprint.item_bytes
+
+    def template(self, workers: int) -> int:
+        return self.footprint.template_bytes if workers and self.request.executor == "process" else 0
+
+    def parent(self, workers: int, slots: int) -> int:
+        return PARENT_BYTES + slots * self.rows * self.footprint.item_bytes + (0 if workers else self.load())
+
+    def total(self, workers: int, slots: int) -> int:
+        crew = workers * self.worker() + self.template(workers)
+        return self.arena(slots) + crew + self.parent(workers, slots)
+
+    def fillers(self) -> int:
+        """How many workers can fill one slot together."""
+        return 1 if self.request.whole else self.rows
+
+    def wanted_slots(self, workers: int) -> int:
+        """So many that no worker runs dry while the consumer holds two and one is ready."""
+        if workers == 0:
+            return STEADY_SLOTS
+        free = min(MOST_SLOTS, CHEAP_SLOTS_BYTES // max(1, self.batch))
+        return max(WANTED_SLOTS, free, STEADY_SLOTS + ceil(workers / self.fillers()))
+
+    def fewest_slots(self, workers: int) -> int:
+        """So many that every worker has something to do while the consumer holds one."""
+        return max(STEADY_SLOTS if workers > 2 else FEWEST_SLOTS, 1 + ceil(workers / self.fillers()))
+
+
+def _wanted_workers(request: Request, footprint: Footprint) -> tuple[int, str]:
+    """How many workers would be best if memory were free, and why."""
+    load_s, cpu_s, cores = footprint.load_s, footprint.cpu_s, request.cores
+    if request.num_workers is not None:
+        return request.num_workers, "as asked"
+    if footprint.cheap:
+        return 0, f"a load takes {_seconds(load_s)}, less than a message to a worker"
+    if request.executor == "thread" and footprint.releases_gil is False:
+        return 1, "loads hold the GIL, so that more threads would not load faster"
+    if footprint.waits:
+        most = min(WAITING_WORKERS, ceil(cores * load_s / cpu_s)) if cpu_s else WAITING_WORKERS
+        workers, why = max(cores, most), f"a load waits {1 - cpu_s / load_s:.0%} of its {_seconds(load_s)}"
+    else:
+        workers, why = cores, f"one for each core, a load being {_seconds(load_s)} of work"
+        if not footprint.measured:
+            why = "one for each core, as the load was not measured"
+    if request.length is not None and max(1, request.length) < workers:
+        return max(1, request.length), "one for each sample"
+    return workers, why
+
+
+def _ladder(costs: _Costs, wanted: int) -> Iterator[tuple[int, int]]:
+    """Every (workers, slots) that may be planned, the best first: more workers, then more slots."""
+    asked = costs.request.num_workers
+    for workers in range(wanted, -1, -1) if asked is None else (asked,):
+        # Asked for by number, workers are given even when there are too few slots to keep them all busy.
+        fewest = costs.fewest_slots(workers) if asked is None else FEWEST_SLOTS
+        for slots in range(costs.wanted_slots(workers), fewest - 1, -1):
+            yield workers, slots
+
+
+def _least(costs: _Costs, wanted: int) -> int:
+    return min(costs.total(workers, slots) for workers, slots in _ladder(costs, wanted))
+
+
+def _largest_batch(request: Request, footprint: Footprint, wanted: int) -> int:
+    """The largest batch of which three slots fit beside the workers; 1 if none does.
+
+    A larger budget never gives a smaller batch. So where the plan chooses the workers, they must not come in one leap
+    that takes their memory from the batch. The first one (and the template) comes when the budget is 1.5 times its
+    price; before that the batch stops growing at half the price. Further ones get a third of what comes on top.
+    """
+    steady = max(STEADY_SLOTS, wanted + 1) if request.whole else STEADY_SLOTS
+
+    def fits(rows: int) -> bool:
+        costs = _Costs.of(request, footprint, rows)
+        if request.device_memory is not None and DEVICE_BUFFERS * costs.batch > request.device_memory:
+            return False
+        everything = costs.total(wanted, steady)
+        if request.num_workers is not None or wanted == 0:
+            return everything <= request.memory
+        with_one = costs.total(1, STEADY_SLOTS)
+        price = costs.idle() + costs.template(1)
+        for_first = min(price, max(0, request.memory - price // 2))
+        for_others = min(everything - with_one, max(0, request.memory - price - price // 2) // 3)
+        return with_one - price + for_first + for_others <= request.memory
+
+    return max(1, _last(fits, MOST_ROWS if request.length is None else min(request.length, MOST_ROWS)))
+
+
+def _last(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to ``most`` that fits, where nothing fits above one that does not; 0 if none does."""
+    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
+
+
+def _notes(costs: _Costs, wish: tuple[int, str], rung: tuple[int, int], *, cached: int) -> Iterator[str]:
+    request, rows, (wanted, why), (workers, slots) = costs.request, costs.rows, wish, rung
+    maximal = request.batch_size == "max"
+    if maximal:
+        yield f"batch size {rows:,}: {_why_largest(costs, workers)}"
+
+    if workers == wanted:
+        here = "" if workers else "; samples are loaded in this process"
+        yield f"{_count(workers, 'worker')}: {why}{here}"
+    elif workers:
+        yield (
+            f"{_count(workers, 'worker')}, not {wanted} ({why}): one more would leave room for fewer than "
+            f"{costs.fewest_slots(workers + 1)} slots"
+        )
+    else:
+        template = f" and its template {format_bytes(costs.template(1))}" if costs.template(1) else ""
+        yield (
+            f"0 workers, not {wanted} ({why}): one takes {format_bytes(costs.worker())}{template}, which does not "
+            f"fit beside {costs.fewest_slots(1)} slots; samples are loaded in this process, between the "
+            "consumer's steps"
+        )
+
+    wanted_slots = costs.wanted_slots(workers)
+    if slots < wanted_slots:
+        reason = "the rest went into the batch size" if maximal else "one more does not fit"
+        waits = "; the consumer waits when it holds two batches at once" if slots == FEWEST_SLOTS else ""
+        yield f"{slots} slots, not {wanted_slots}: {reason}{waits}"
+    elif workers == 0:
+        yield f"{slots} slots: the consumer may hold two batches while the next one is loaded"
+    elif slots == STEADY_SLOTS + ceil(workers / costs.fillers()):
+        yield f"{slots} slots: two for the consumer, one ready, {slots - STEADY_SLOTS} for the workers to fill"
+    else:
+        yield f"{slots} slots: at {format_bytes(costs.batch)} each, more of them cost next to nothing"
+
+    if request.whole:
+        yield "a batch is collated in one place: whoever loads holds its samples and the result besides the slot"
+    if request.staged:
+        yield "items give varying numbers of samples: as many slots again hold those that wait for their batch"
+    if request.cache:
+        of = "" if request.length is None else f" of {request.length:,}"
+        yield f"cache: {_count(cached, 'sample')}{of}, in what the rest leaves"
+
+
+def _why_largest(costs: _Costs, workers: int) -> str:
+    request, rows = costs.request, costs.rows
+    larger = _Costs.of(request, costs.footprint, rows + 1)
+    if rows == request.length:
+        return "all there is"
+    if request.device_memory is not None and DEVICE_BUFFERS * larger.batch > request.device_memory:
+        return f"the largest of which {DEVICE_BUFFERS} fit in {format_bytes(request.device_memory)} on the device"
+    if workers == 0 and larger.total(0, STEADY_SLOTS) <= request.memory:
+        return "stays so until the budget has room for a worker, since a larger one would have to shrink again then"
+    return "the largest that the budget allows"
+
+
+def _does_not_fit(costs: _Costs, wanted: int) -> BudgetError:
+    request, rows = costs.request, costs.rows
+    least, workers, slots = min((costs.total(w, s), w, s) for w, s in _ladder(costs, wanted))
+    parts = [f"{slots} slots of {_count(rows, 'sample')} take {format_bytes(costs.batch)} each"]
+    if request.staged:
+        parts.append("as many staging slots the same")
+    if workers:
+        parts.append(f"{_count(workers, 'worker')} {format_bytes(costs.worker())} each")
+    if costs.template(workers):
+        parts.append(f"the template process {format_bytes(costs.template(workers))}")
+    parts.append(f"this process {format_bytes(costs.parent(workers, slots))}")
+
+    def works(**changes: Any) -> bool:
+        return _fits(replace(request, **changes), costs.footprint)
+
+    advice = []
+    if request.batch_size != "max" and (smaller := _last(lambda size: works(batch_size=size), rows - 1)):
+        advice.append(f"batch_size={smaller}")
+    if request.num_workers and (fewer := [n for n in range(request.num_workers) if works(num_workers=n)]):
+        advice.append(f"num_workers={fewer[-1]}")
+    if request.executor == "process" and workers and works(executor="thread"):
+        advice.append('executor="thread"')
+    also = f", or {' or '.join(advice)} with this budget" if advice else ""
+    return BudgetError(
+        f"memory={_exact(request.memory)} is too small, {_exact(least)} is the least that works: {', '.join(parts)}. "
+        f'Give memory={least}{also}; smaller samples (cast="float16", smaller shapes) need less.',
+        least=least,
+    )
+
+
+def _fits(request: Request, footprint: Footprint) -> bool:
+    rows = 1 if request.batch_size == "max" else request.batch_size
+    wanted, _ = _wanted_workers(request, footprint)
+    return _least(_Costs.of(request, footprint, rows), wanted) <= request.memory
+
+
+def _too_large_for_device(device_memory: int, costs: _Costs) -> BudgetError:
+    change = "smaller samples" if costs.rows == 1 else "a smaller batch_size, smaller samples"
+    return BudgetError(
+        f"device_memory={_exact(device_memory)} is too small: one batch of {_count(costs.rows, 'sample')} takes "
+        f'{_exact(costs.batch)} there. Give device_memory={costs.batch}, {change} or cast="float16".',
+        least=costs.batch,
+    )
+
+
+def _exact(size: int) -> str:
+    return f"{size} ({format_bytes(size)})"
+
+
+def _share(size: int, whole: int) -> str:
+    percent = 100 * size / whole
+    return "<0.1%" if 0 < percent < 0.05 else f"{percent:.1f}%"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _seconds(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return "less than 1 us"

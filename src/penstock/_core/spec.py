@@ -1,0 +1,322 @@
+"""The form of a sample: its tree, and for each leaf its shape, its dtype and the dtype it is stored in.
+
+Pure. Runs in the parent and in workers. The trees are optree's, in a namespace of our own, so that nobody's
+registrations change what a sample is; ``None`` is part of the tree, never data. Dataclasses become nodes the
+first time one is seen. Where the bytes of a leaf lie is not decided here (``layout``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+import optree
+
+from penstock._core.errors import SpecError, shown
+
+__all__ = ["Cast", "Leaf", "Spec", "as_array", "dump_tree", "flatten", "load_tree", "to_dtype"]
+
+NAMESPACE: Final = "penstock"
+Kind = Literal["array", "str", "bytes"]
+Cast = npt.DTypeLike | Mapping[str, npt.DTypeLike] | None
+Array = npt.NDArray[Any]
+
+_PLAIN: Final = frozenset({bool, int, float, complex})
+_TEXT_CELL_LEAST: Final = 64  # bytes a text gets at least in a slot; file names mostly fit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of a sample: ``dtype`` is what load gives, ``stored`` what the batch has."""
+
+    path: str
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    stored: np.dtype[Any]
+
+    def __str__(self) -> str:
+        if self.kind != "array":
+            return self.kind
+        cast = "" if self.dtype == self.stored else f" -> {self.stored.name}"
+        return f"{self.dtype.name}[{', '.join(map(str, self.shape))}]{cast}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spec:
+    """The form of every sample of a feed; ``str()`` shows it on one line."""
+
+    tree: optree.PyTreeSpec
+    leaves: tuple[Leaf, ...]
+
+    @classmethod
+    def of(cls, sample: Any, *, cast: Cast = None, item: Any = None) -> Spec:
+        """The spec of one sample, as the first of a feed; ``item`` is named when it has no valid form."""
+        values, tree = flatten(sample)
+        paths = _paths(tree)
+        leaves = []
+        for path, value in zip(paths, values, strict=True):
+            if isinstance(value, str | bytes):
+                kind: Kind = "str" if isinstance(value, str) else "bytes"
+                size = len(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value)
+                cell = np.dtype(np.uint8)
+                leaves.append(Leaf(path, kind, (max(_TEXT_CELL_LEAST, _power_of_two(2 * size)),), cell, cell))
+            else:
+                array = as_array(value, path=path, item=item)
+                leaves.append(Leaf(path, "array", array.shape, array.dtype, array.dtype))
+        if not leaves:
+            raise SpecError(
+                f"the sample of {shown(item)} holds no data at all ({shown(sample)}): load must return an array, a "
+                "number or a string, or a tuple, list or dict of these",
+                item=item,
+            )
+        return cls(tree, _cast(tuple(leaves), cast))
+
+    @classmethod
+    def declared(cls, declaration: Any) -> Spec:
+        """The spec that a user wrote down: a tree of ``(shape, dtype)`` leaves."""
+        values, tree = optree.tree_flatten(declaration, is_leaf=_is_declared_leaf, namespace=NAMESPACE)
+        leaves = []
+        for path, value in zip(_paths(tree), values, strict=True):
+            if not _is_declared_leaf(value):
+                raise SpecError(
+                    f"{shown(value)} at {path or 'the top'} of the spec is not a (shape, dtype) pair: write for example "
+                    "((3, 224, 224), 'float32'), or a tuple, list or dict of such pairs"
+                )
+            shape, dtype = value
+            stored = to_dtype(dtype)
+            leaves.append(Leaf(path, "array", tuple(map(int, shape)), stored, stored))
+        if not leaves:
+            raise SpecError("the spec has no leaves: give at least one (shape, dtype) pair")
+        return cls(tree, tuple(leaves))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (dump_tree(self.tree), self.leaves)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample as it is stored."""
+        return sum(row_bytes(leaf) for leaf in self.leaves)
+
+    def cast(self, cast: Cast) -> Spec:
+        """The same form, stored as ``cast`` says."""
+        return Spec(self.tree, _cast(self.leaves, cast))
+
+    def values(self, sample: Any, item: Any) -> list[Any]:
+        """The leaves of a sample in the order of ``leaves``; SpecError when the tree differs."""
+        try:
+            return self.tree.flatten_up_to(sample)
+        except (ValueError, TypeError):
+            _, tree = flatten(sample)
+            raise SpecError(
+                f"the sample of {shown(item)} has the form {tree}, but the first sample had {self.tree}: "
+                "load must return the same tree for every item",
+                item=item,
+            ) from None
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """The tree with these leaves."""
+        return optree.tree_unflatten(self.tree, leaves)
+
+    def __str__(self) -> str:
+        return str(self.build(self.leaves)) if len(self.leaves) > 1 else str(self.leaves[0])
+
+
+def row_bytes(leaf: Leaf) -> int:
+    """Bytes that one sample's value of this leaf takes in a slot; texts carry four for their length."""
+    count = 1
+    for n in leaf.shape:
+        count *= n
+    return count * leaf.stored.itemsize + (0 if leaf.kind == "array" else 4)
+
+
+def differs(leaf: Leaf, got: Array | str | bytes, item: Any) -> SpecError:
+    """The error for a value that does not have the form of the first one."""
+    came = type(got).__name__ if isinstance(got, str | bytes) else f"{got.dtype.name}[{', '.join(map(str, got.shape))}]"
+    where = f" at {leaf.path!r}" if leaf.path else ""
+    expected = str(leaf).partition(" -> ")[0]
+    ragged = not isinstance(got, str | bytes) and leaf.kind == "array" and got.dtype == leaf.dtype
+    advice = (
+        'samples of different shapes need collate_fn="pad" (filled up to the longest of the batch) or "list" (not stacked)'
+        if ragged
+        else "make load return the same dtype for every item"
+    )
+    return SpecError(
+        f"the sample of {shown(item)}{where} is {came}, but the first sample was {expected}: {advice}", item=item
+    )
+
+
+def flatten(sample: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Leaves and tree of a sample; dataclasses are taken apart like tuples."""
+    values, tree = optree.tree_flatten(sample, namespace=NAMESPACE)
+    fresh = {type(v) for v in values if dataclasses.is_dataclass(v) and not isinstance(v, type)}
+    if not fresh:
+        return values, tree
+    for cls in fresh:
+        register_dataclass(cls)
+    return flatten(sample)
+
+
+def register_dataclass(cls: type[Any]) -> None:
+    """Make instances of a dataclass nodes of trees, here and now; twice is harmless."""
+    names = tuple(f.name for f in dataclasses.fields(cls) if f.init)
+    try:
+        optree.register_pytree_node(
+            cls,
+            lambda value: ([getattr(value, n) for n in names], None, names),
+            lambda _, children: cls(**dict(zip(names, children, strict=True))),
+            namespace=NAMESPACE,
+        )
+    except ValueError:  # registered already, by another feed
+        return
+
+
+def dump_tree(tree: optree.PyTreeSpec) -> bytes:
+    """A tree as bytes, with the dataclasses that must be registered before it can be read back."""
+    found: list[type[Any]] = []
+
+    def visit(node: optree.PyTreeSpec) -> None:
+        if dataclasses.is_dataclass(node.type) and isinstance(node.type, type) and node.type not in found:
+            found.append(node.type)
+        for child in node.children():
+            visit(child)
+
+    visit(tree)
+    return bytes(cloudpickle.dumps((found, cloudpickle.dumps(tree))))
+
+
+def load_tree(data: bytes) -> optree.PyTreeSpec:
+    """A tree from what ``dump_tree`` gave, in another process."""
+    classes, tree = pickle.loads(data)
+    for cls in classes:
+        register_dataclass(cls)
+    loaded: optree.PyTreeSpec = pickle.loads(tree)
+    return loaded
+
+
+def _restore(tree: bytes, leaves: tuple[Leaf, ...]) -> Spec:
+    return Spec(load_tree(tree), leaves)
+
+
+def as_array(value: Any, *, path: str = "", item: Any = None) -> Array:
+    """A leaf as a numpy array without a copy where that is possible."""
+    if type(value) in _PLAIN or isinstance(value, np.generic):
+        array = np.asarray(value)
+    elif isinstance(value, np.ndarray):
+        array = value
+    elif type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
+        array = _from_torch(value)
+    elif hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
+        array = np.asarray(value)
+    elif hasattr(value, "__next__"):
+        raise SpecError(
+            f"load returned a generator for {shown(item)}: say how many samples it gives with samples_per_item=n, or None "
+            "when the number varies",
+            item=item,
+        )
+    else:
+        array = np.empty((), object)
+    if isinstance(array, np.ma.MaskedArray):
+        raise SpecError(
+            f"the sample of {shown(item)} has a masked array at {path or 'the top'}: a batch would lose the mask; "
+            "return .filled(value), or data and mask as two arrays",
+            item=item,
+        )
+    if array.dtype.hasobject:
+        raise SpecError(
+            f"the sample of {shown(item)} has a {type(value).__name__} ({shown(value, 80)}) at {path or 'the top'}, which "
+            "cannot lie in shared memory: return arrays, numbers, strings, bytes, or tuples, lists, dicts of these",
+            item=item,
+        )
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def to_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """A numpy dtype; bfloat16 and the float8 kinds come from ml_dtypes."""
+    if isinstance(dtype, str) and (dtype == "bfloat16" or dtype.startswith(("float8", "float4", "float6", "int4"))):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, dtype))
+    return np.dtype(dtype)
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Real or complex floating point, ml_dtypes' kinds (numpy says "V" or "f" of them) included."""
+    return dtype.kind in "fc" or (dtype.kind == "V" and dtype.type.__module__.startswith("ml_dtypes"))
+
+
+def _is_declared_leaf(value: Any) -> bool:
+    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], tuple | list)):
+        return False
+    if not all(isinstance(n, int | np.integer) for n in value[0]):
+        return False
+    if not isinstance(value[1], str | type | np.dtype):
+        return False
+    try:
+        to_dtype(value[1])
+    except (TypeError, AttributeError):
+        return False
+    return True
+
+
+def _paths(tree: optree.PyTreeSpec) -> list[str]:
+    return [".".join(map(str, path)) for path in tree.paths()]
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _from_torch(tensor: Any) -> Array:
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        raise SpecError(f"load returned a tensor on {tensor.device}: samples are made on the CPU; drop .to(...) from load")
+    if str(tensor.dtype) == "torch.bfloat16":  # numpy has no name for it: pass the bits
+        import torch
+
+        bits: Array = tensor.contiguous().view(torch.int16).numpy()
+        return bits.view(to_dtype("bfloat16"))
+    array: Array = tensor.numpy()
+    return array
+
+
+def _cast(leaves: tuple[Leaf, ...], cast: Cast) -> tuple[Leaf, ...]:
+    if cast is None:
+        return leaves
+    if isinstance(cast, Mapping):
+        targets = {str(path): to_dtype(dtype) for path, dtype in cast.items()}
+        known = {leaf.path for leaf in leaves if leaf.kind == "array"}
+        if unknown := sorted(targets.keys() - known):
+            raise SpecError(f"cast names {unknown}, but a sample has {sorted(known)}: use those names (0, 1, ... in a tuple)")
+    else:
+        target = to_dtype(cast)
+        numbers = [leaf for leaf in leaves if leaf.kind == "array" and leaf.dtype.kind != "b"]
+        if is_floating(target):
+            # Labels stay what they are when there is anything else to make smaller.
+            numbers = [leaf for leaf in numbers if is_floating(leaf.dtype)] or numbers
+        targets = {leaf.path: target for leaf in numbers}
+    return tuple(dataclasses.replace(leaf, stored=targets.get(leaf.path, leaf.stored)) for leaf in leaves)
+
+
+def store(out: Array, value: Array, leaf: Leaf, item: Any) -> None:
+    """Write a value into its place, cast on the way; floats may lose precision, an integer never changes."""
+    stored = leaf.stored
+    np.copyto(out, value, casting="unsafe")
+    if is_floating(leaf.dtype) and is_floating(stored):
+        return
+    if np.can_cast(leaf.dtype, stored, "safe") and not is_floating(stored):
+        return
+    with np.errstate(invalid="ignore"):
+        same = np.array_equal(out.astype(leaf.dtype), value)
+    if not same:
+        low, high = value.min(), value.max()
+        raise SpecError(
+            f"the sample of {shown(item)} has values from {low} to {high} at {leaf.path or 'the top'}, which cast="
+            f"{stored.name!r} cannot hold exactly: choose a wider dtype, or scale and round in load",
+            item=item,
+        )

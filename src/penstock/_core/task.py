@@ -1,0 +1,101 @@
+"""What travels between the feed and whoever works for it: tasks one way, replies the other.
+
+Pure values. A task names some rows of a slot and the items to fill them with; a reply says what became of it.
+How they are carried (a call, a queue, a socket) is the crew's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Failure", "Grant", "Mode", "Reply", "Status", "Task"]
+
+
+class Mode(enum.IntEnum):
+    """How the rows of a batch come about."""
+
+    ROWS = 1
+    """Each item has its rows before it is loaded; several workers fill one slot together."""
+    WHOLE = 2
+    """One worker loads a batch, collates it and writes the result; sizes may differ from batch to batch."""
+    FLOW = 3
+    """An item gives any number of samples; a slot holds as many as fit, the parent cuts batches from them."""
+
+
+class Status(enum.IntEnum):
+    """What became of a task."""
+
+    DONE = 1
+    FAILED = 2
+    """Not done: the payload says which item and why."""
+    MORE = 3
+    """The slot is full, or the batch too large for it: the worker waits for a Grant."""
+    PROBED = 4
+    """The answer to a probe: the form of a sample and what it costs."""
+    PONG = 6
+    """Nothing of what was sent before is still in the hands of this worker."""
+    ABSENT = 5
+    """The worker could not start: the payload is the error."""
+
+
+@dataclasses.dataclass(slots=True)
+class Task:
+    """Rows of a slot to fill, and with what."""
+
+    id: int
+    slot: int
+    offset: int
+    """Where the slot lies in the arena, in bytes."""
+    capacity: int
+    """Bytes of the slot."""
+    start: int
+    """The first row."""
+    epoch: int
+    indices: npt.NDArray[np.int64]
+    """For each item where it stands among all items; what randomness depends on."""
+    items: Sequence[Any] | None
+    """The identities; None when a source reads by index."""
+    skip: int = 0
+    """Samples of a FLOW task that an earlier worker handed over before it died."""
+    barred: tuple[int, ...] = ()
+    """Places of items that must not be tried again: they killed their worker."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grant:
+    """Room to go on: where, and how many bytes; None as offset means: give up this task."""
+
+    slot: int
+    offset: int | None
+    capacity: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """One item that could not be loaded: its place in the task, the error, and the worker's traceback as text."""
+
+    ordinal: int
+    error: BaseException
+    trace: str
+
+
+@dataclasses.dataclass(slots=True)
+class Reply:
+    """What became of a task, and what it cost."""
+
+    task: int
+    worker: int
+    status: Status
+    rows: int = 0
+    """Rows filled (FLOW), or bytes wanted (MORE of a WHOLE task)."""
+    seconds: float = 0.0
+    body: Any = None
+    """DONE: None, or texts that did not fit / the shape of a collated batch. FAILED: a Failure. PROBED: a Probe."""
+    failures: tuple[Failure, ...] = ()
+    """Items that were left out because on_error says so."""

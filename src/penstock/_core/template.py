@@ -1,0 +1,201 @@
+"""The template: a clean process with one thread that makes workers, and says at once when one dies.
+
+Runs in a process of its own. It unpickles the program once; workers forked from it share those pages and are
+there in milliseconds, and no thread of the user's is ever forked. It waits on its children, its orders and its
+parent together, so that a death wakes it without polling. When the parent is gone, by whatever means, so is it,
+and the kernel takes the workers with it.
+
+Start methods differ only here: "forkserver" (the default) starts the template as a fresh interpreter and forks
+workers from it; "fork" forks the template from the parent itself; "spawn" has it start a fresh interpreter for
+each worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from typing import Any, Final
+
+from penstock._core import machine
+from penstock._core.channel import Channel
+
+__all__ = ["born", "serve", "start_interpreter"]
+
+GRACE_S: Final = 0.2  # for workers to end by themselves when the crew is closed; a load in progress is killed
+_ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def start_interpreter(module: str, birth: dict[str, Any], keep: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    """Start a fresh interpreter that calls ``module.born(birth)`` with these descriptors open.
+
+    It gets this one's sys.path and flags; the user's main script is never imported again, because functions of
+    ``__main__`` travel by value.
+    """
+    if not sys.executable:
+        raise RuntimeError("sys.executable is not set, so no worker process can be started: use executor='thread'")
+    fd = os.memfd_create("penstock-birth", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            pickle.dump(sys.path, file)
+            pickle.dump({**birth, "argv": sys.argv}, file)
+        code = (
+            "import io, os, pickle, sys; fd = int(sys.argv[1])\n"
+            "birth = io.BytesIO(os.pread(fd, os.fstat(fd).st_size, 0)); os.close(fd)\n"
+            f"sys.path[:] = pickle.load(birth); import {module} as home; home.born(pickle.load(birth))"
+        )
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+        environment = {name: "1" for name in _ONE_THREAD if name not in os.environ}
+        # Two malloc arenas a process: with one per thread and core, freed memory is scattered and never given back.
+        environment["MALLOC_ARENA_MAX"] = os.environ.get("MALLOC_ARENA_MAX", "2")
+        return subprocess.Popen(
+            [sys.executable, *flags, "-c", code, str(fd)],
+            pass_fds=(fd, *keep),
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **environment},
+        )
+    finally:
+        os.close(fd)
+
+
+def born(birth: dict[str, Any]) -> None:
+    """Entry of a template that was started as a fresh interpreter."""
+    from penstock._core.worker import leave
+
+    sys.argv = birth["argv"]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    orders, tasks, replies = (Channel(socket.socket(fileno=birth[key])) for key in ("orders", "tasks", "replies"))
+    program: Any = None
+    if birth["fork"]:
+        try:
+            program = pickle.loads(birth["program"])
+        except BaseException as error:
+            _absent(orders, error)
+            leave(1)
+    serve(program, birth, orders, tasks, replies)
+    leave(0)
+
+
+def _absent(orders: Channel, error: BaseException) -> None:
+    trace = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # an exception class that does not survive the way is described instead
+        error = RuntimeError(f"{type(error).__qualname__}: {error}")
+    orders.send(pickle.dumps(("absent", error, trace)))
+
+
+def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, replies: Channel) -> None:
+    """Obey orders until there are none, then see to it that no worker is left."""
+    from penstock._core import worker
+
+    # What is here now is here for good: freezing it keeps the collector from touching, and so copying, these pages.
+    gc.collect()
+    gc.freeze()
+    parent = os.pidfd_open(birth["parent"])
+    children: dict[int, tuple[int, int]] = {}  # pidfd -> worker, pid
+    poller = select.poll()
+    poller.register(orders, select.POLLIN)
+    poller.register(parent, select.POLLIN)
+    orders.send(pickle.dumps(("here", machine.private_bytes(os.getpid()))))
+
+    def reap(pidfd: int) -> None:
+        number, pid = children.pop(pidfd)
+        poller.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(OSError):  # the parent may be gone already
+            orders.send(pickle.dumps(("exit", number, pid, os.waitstatus_to_exitcode(status))))
+
+    running = True
+    while running:
+        for fd, _ in poller.poll():
+            if fd in children:
+                reap(fd)
+            elif fd == parent:
+                running = False
+            elif fd == orders.fileno():
+                message, own = orders.receive_with_fd()
+                word, *rest = pickle.loads(message) if message else ("close",)
+                if word == "close":
+                    running = False
+                elif word == "kill":
+                    for number, pid in children.values():
+                        if number == rest[0]:
+                            os.kill(pid, signal.SIGKILL)
+                elif word == "make":
+                    assert own is not None
+                    number = rest[0]
+                    pid = _make(worker, program, birth, number, tasks, replies, own, [orders.fileno(), parent, *children])
+                    pidfd = os.pidfd_open(pid)
+                    children[pidfd] = (number, pid)
+                    poller.register(pidfd, select.POLLIN)
+                    orders.send(pickle.dumps(("made", number, pid)))
+                    os.close(own)
+    # From here on only the children matter.
+    poller = select.poll()
+    for pidfd in children:
+        poller.register(pidfd, select.POLLIN)
+    tasks.close()
+    killed = False
+    deadline = time.monotonic() + GRACE_S
+    while children:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 and not killed:
+            killed = True
+            for _, pid in children.values():
+                os.kill(pid, signal.SIGKILL)
+        for fd, _ in poller.poll(None if killed else left_s * 1000):
+            reap(fd)
+
+
+def _make(
+    worker: Any,
+    program: Any,
+    birth: dict[str, Any],
+    number: int,
+    tasks: Channel,
+    replies: Channel,
+    own: int,
+    shut: list[int],
+) -> int:
+    """Make one worker; its pid."""
+    if not birth["fork"]:
+        keep = (birth["arena"], tasks.fileno(), replies.fileno(), own)
+        arguments = {
+            "program": birth["program"],
+            "worker": number,
+            "arena": birth["arena"],
+            "tasks": tasks.fileno(),
+            "replies": replies.fileno(),
+            "own": own,
+        }
+        process = start_interpreter("penstock._core.worker", arguments, keep)
+        process.returncode = 0  # reaped by pidfd here; this keeps Popen from waiting for it too
+        return process.pid
+    me = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        for fd in shut:
+            os.close(fd)
+        gc.enable()
+        worker.run(program, number, me, birth["arena"], tasks, replies, Channel(socket.socket(fileno=own)))
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        worker.leave(code)
+    raise AssertionError

@@ -1,0 +1,90 @@
+"""How tasks and replies look as bytes: fixed structs, then raw indices, then a pickle only where one is needed.
+
+Runs in the parent and in workers. A reply that says "done" is one struct and nothing else.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from typing import Any, Final
+
+import cloudpickle
+import numpy as np
+
+from penstock._core.errors import LoadError
+from penstock._core.task import Failure, Reply, Status, Task
+
+__all__ = ["decode_reply", "decode_task", "dumps", "encode_reply", "encode_task"]
+
+_TASK: Final = struct.Struct("<QIIQQIqIBB")
+_REPLY: Final = struct.Struct("<QHBQd")
+
+
+def dumps(value: Any) -> bytes:
+    """A pickle that another interpreter can read, also of things defined in ``__main__``."""
+    try:
+        data = pickle.dumps(value, 5)
+    except Exception:  # what plain pickle refuses (a lambda, a local class) cloudpickle mostly can
+        return bytes(cloudpickle.dumps(value))
+    # By name, __main__ would be the worker's own. A path that has the word in it merely takes the slower way.
+    return bytes(cloudpickle.dumps(value)) if b"__main__" in data else data
+
+
+def encode_task(task: Task) -> bytes:
+    """A task as bytes."""
+    count = len(task.indices)
+    head = _TASK.pack(
+        task.id,
+        task.slot,
+        count,
+        task.offset,
+        task.capacity,
+        task.start,
+        task.epoch,
+        task.skip,
+        task.items is not None,
+        len(task.barred),
+    )
+    body = dumps(task.items) if task.items is not None else b""
+    barred = np.array(task.barred, np.int64).tobytes() if task.barred else b""
+    return b"".join((head, task.indices.tobytes(), barred, body))
+
+
+def decode_task(data: bytes) -> Task:
+    """A task from bytes."""
+    ident, slot, count, offset, capacity, start, epoch, skip, has_items, bars = _TASK.unpack_from(data)
+    at = _TASK.size + 8 * count
+    indices = np.frombuffer(data, np.int64, count, _TASK.size)
+    barred = tuple(np.frombuffer(data, np.int64, bars, at).tolist()) if bars else ()
+    items = pickle.loads(memoryview(data)[at + 8 * bars :]) if has_items else None
+    return Task(ident, slot, offset, capacity, start, epoch, indices, items, skip, barred)
+
+
+def encode_reply(reply: Reply) -> bytes:
+    """A reply as bytes; errors that cannot be pickled are replaced by one that says what they were."""
+    head = _REPLY.pack(reply.task, reply.worker, reply.status, reply.rows, reply.seconds)
+    if reply.body is None and not reply.failures:
+        return head
+    body = _portable(reply.body) if isinstance(reply.body, Failure) else reply.body
+    return head + cloudpickle.dumps((body, tuple(map(_portable, reply.failures))))
+
+
+def decode_reply(data: bytes) -> Reply:
+    """A reply from bytes."""
+    task, worker, status, rows, seconds = _REPLY.unpack_from(data)
+    reply = Reply(task, worker, Status(status), rows, seconds)
+    if len(data) > _REPLY.size:
+        reply.body, reply.failures = pickle.loads(memoryview(data)[_REPLY.size :])
+    return reply
+
+
+def _portable(failure: Failure) -> Failure:
+    try:
+        again = pickle.loads(cloudpickle.dumps(failure.error))
+        if type(again).__qualname__ == type(failure.error).__qualname__:
+            return failure
+    except Exception:  # the user's exception class decides what can go wrong here
+        pass
+    error = failure.error
+    return Failure(failure.ordinal, LoadError(f"{type(error).__qualname__}: {error}"), failure.trace)

@@ -1,0 +1,176 @@
+"""The worker process: takes tasks from the shared channel, does them, replies. Runs only in workers.
+
+A worker holds no lock that anyone else waits for. What it is doing stands in its record in the arena's control
+pages (which task, which item, since when), so that the parent knows what was lost when it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any, Final
+
+import numpy as np
+
+from penstock._core import context, machine
+from penstock._core.arena import Arena
+from penstock._core.channel import Channel
+from penstock._core.fill import Filler, failure_of
+from penstock._core.order import mix
+from penstock._core.program import Program
+from penstock._core.task import Grant, Reply, Status, Task
+from penstock._core.wire import decode_task, encode_reply
+
+__all__ = ["RECORD", "RECORD_BYTES", "run"]
+
+RECORD: Final = struct.Struct("<QId")
+"""A worker's record: task id plus one (0: idle), place of the item in the task, when it was begun (monotonic)."""
+RECORD_BYTES: Final = 64
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, replies: Channel, own: Channel) -> None:
+    """Be worker number ``worker`` until told to stop; ``parent`` is the process that must be alive."""
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it stops the crew
+    _settle(program.seed, worker)
+    arena = Arena(shared=True, fd=fd)
+    filler = Filler(program, arena, worker)
+    memory, at = arena.window(worker * RECORD_BYTES, RECORD_BYTES)
+    current = 0
+
+    def record(task: int, ordinal: int = 0) -> None:
+        nonlocal current
+        current = task
+        RECORD.pack_into(memory, at, task, ordinal, time.monotonic())
+
+    def ask(reply: Reply) -> Grant:
+        replies.send(encode_reply(reply))
+        while True:
+            word, *rest = pickle.loads(own.receive() or _STOP)
+            if word == "grant":
+                grant: Grant = rest[0]
+                return grant
+            if word == "stop":
+                raise SystemExit
+
+    filler.beat = lambda ordinal: record(current, ordinal)
+    poller = select.poll()
+    poller.register(own, select.POLLIN)
+    poller.register(tasks, select.POLLIN)
+    while True:
+        ready = dict(poller.poll())
+        if own.fileno() in ready:
+            message = own.receive()
+            if not message:
+                return
+            word, *rest = pickle.loads(message)
+            if word == "stop":
+                return
+            if word == "setup":
+                spec, rows, count = rest
+                context.set_worker(context.WorkerInfo(worker, count))
+                filler.configure(spec, rows)
+            elif word == "probe":
+                record(1)
+                replies.send(encode_reply(_probe(filler, rest[0])))
+                record(0)
+            elif word == "ping":
+                replies.send(encode_reply(Reply(rest[0], worker, Status.PONG)))
+        elif tasks.fileno() in ready:
+            try:
+                data = tasks.receive(wait=False)
+            except BlockingIOError:  # another worker was quicker
+                continue
+            if not data:
+                return
+            task = decode_task(data)
+            record(task.id + 1)
+            replies.send(encode_reply(filler.do(task, ask)))
+            record(0)
+
+
+def _probe(filler: Filler, task: Task) -> Reply:
+    reply = Reply(task.id, filler.worker, Status.PROBED)
+    try:
+        reply.body = filler.probe(task, _Gauge())
+    except Exception as error:  # whatever it is, the user gets to see it
+        reply.status = Status.FAILED
+        reply.body = failure_of(error, 0, task.items[0] if task.items else int(task.indices[0]))
+    return reply
+
+
+class _Gauge:
+    """Measures this process as the kernel counts it."""
+
+    _before = 0
+
+    def idle_bytes(self) -> int:
+        return machine.private_bytes(os.getpid())
+
+    def start(self) -> None:
+        gc.collect()
+        machine.reset_peak(os.getpid())
+        self._before = machine.peak_rss_bytes(os.getpid())
+
+    def peak_bytes(self) -> int:
+        return max(0, machine.peak_rss_bytes(os.getpid()) - self._before)
+
+
+def _settle(seed: int, worker: int) -> None:
+    """What every worker needs once: its own global random state, one thread for libraries that take all cores."""
+    word = int(mix(seed, worker, os.getpid()))
+    random.seed(word)
+    np.random.seed(word & 0xFFFFFFFF)  # noqa: NPY002 - the global state is what user code that predates Generators uses
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(word >> 1)
+        if "OMP_NUM_THREADS" not in os.environ or os.environ["OMP_NUM_THREADS"] == "1":
+            torch.set_num_threads(1)
+    if cv2 := sys.modules.get("cv2"):
+        cv2.setNumThreads(0)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent thread dies, even while C code holds the GIL."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+def leave(code: int) -> None:
+    """End this process without running what belongs to the process it was forked from."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def born(birth: dict[str, Any]) -> None:
+    """Entry of a worker that was started as a fresh interpreter (start_method="spawn")."""
+    sys.argv = birth["argv"]
+    tasks, replies, own = (Channel(socket.socket(fileno=birth[key])) for key in ("tasks", "replies", "own"))
+    code = 1
+    try:
+        try:
+            program = pickle.loads(birth["program"])
+        except Exception as error:
+            replies.send(encode_reply(Reply(0, birth["worker"], Status.ABSENT, body=failure_of(error, 0, None))))
+            return
+        run(program, birth["worker"], os.getppid(), birth["arena"], tasks, replies, own)
+        code = 0
+    finally:
+        leave(code)
+
+
+_STOP: Final = pickle.dumps(("stop",))

@@ -1,0 +1,1 @@
+"""Docs: what the pages say is run; the rules of the house are checked."""

@@ -1,0 +1,1 @@
+"""Live: real processes and threads, every start method."""

@@ -1,0 +1,171 @@
+"""The benchmark itself: that it runs, sees wrong content, and that its pages say so. No test here asserts a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+
+from penstock._bench import harness, report
+from penstock._bench.claims import CLAIMS
+from penstock._bench.contenders import CONTENDERS, Running
+from penstock._bench.drive import drive
+from penstock._bench.limits import LIMITS
+from penstock._bench.workloads import WORKLOADS, Job, Sizes
+
+TINY = Sizes(
+    big_files=3,
+    big_bytes=64 * 1024,
+    big_samples=8,
+    rows=700,
+    slow_items=64,
+    slow_ms=0.05,
+    python_rows=600,
+    least_s=0.02,
+)
+
+
+def _job(name: str, folder: Path) -> Job:
+    WORKLOADS[name].make(folder, TINY, 0)
+    return WORKLOADS[name].job(folder, TINY, 2, 0, 2**28)
+
+
+class _Changed:
+    """A plain loop whose batches are changed on the way."""
+
+    def __init__(self, job: Job, change: Any) -> None:
+        self._loop, self._change = CONTENDERS["loop"].open(job), change
+
+    def epochs(self) -> Iterator[Any]:
+        for epoch in self._loop.epochs():
+            yield self._change(list(epoch))
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+def _wrong(job: Job, change: Any) -> str:
+    def opened(job: Job) -> Running:
+        return _Changed(job, change)
+
+    timing, _ = drive(job, opened, mark=lambda _: None)
+    return timing.wrong
+
+
+def _one_byte_off(batches: list[Any]) -> list[Any]:
+    leaf = batches[-1][0] if isinstance(batches[-1], tuple) else batches[-1]
+    raw = leaf.reshape(-1).view(np.uint8)
+    raw[-1] ^= 1  # in the last byte: what is touched in the timed epochs does not see it
+    return batches
+
+
+@pytest.mark.parametrize("name", ["big", "python", "slow"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda batches: batches[:-1],
+        lambda batches: [*batches[:-1], batches[0]],
+        lambda batches: batches[::-1],
+        _one_byte_off,
+    ],
+    ids=["one missing", "one twice", "out of order", "one byte off"],
+)
+def test_a_contender_with_wrong_content_is_found_out(name: str, change: Any, tmp_path: Path) -> None:
+    """Otherwise a loader could win by delivering the wrong thing quickly."""
+    assert _wrong(_job(name, tmp_path), change)
+
+
+@pytest.mark.parametrize("name", ["big", "python", "slow"])
+def test_right_content_passes_the_check(name: str, tmp_path: Path) -> None:
+    """Otherwise the check would prove nothing when it complains."""
+    assert _wrong(_job(name, tmp_path), lambda batches: batches) == ""
+
+
+def test_an_order_that_was_to_be_shuffled_and_is_not_is_found_out(tmp_path: Path) -> None:
+    """Otherwise slices could be served in place of gathers."""
+    job = _job("rows", tmp_path)
+    assert "shuffled" in _wrong(job, lambda batches: batches)
+
+
+def test_every_workload_names_contenders_limits_and_claims_that_exist() -> None:
+    """Otherwise a typing error would drop a contender without a word."""
+    for workload in WORKLOADS.values():
+        assert set(workload.contenders) <= CONTENDERS.keys()
+        assert set(workload.limits) <= LIMITS.keys()
+    for claim in CLAIMS:
+        workload = WORKLOADS[claim.workload]
+        assert {claim.contender, claim.other} <= {*workload.contenders, *workload.limits}
+
+
+def test_a_tiny_run_gives_numbers_for_everyone_and_files_that_open(tmp_path: Path) -> None:
+    """Otherwise `make bench` would be broken on the day someone doubts a figure."""
+    setup = harness.Setup(
+        workloads=("big", "python"), contenders=("loop", "threads", "penstock"), sizes=TINY, rounds=1, memory_rounds=0
+    )
+    told: list[str] = []
+    results = harness.run(setup, tell=told.append)
+    for summary in results.summaries:
+        assert summary.status == "ok", summary
+        assert summary.samples_per_s
+        if summary.kind != "limit":
+            assert summary.first_batch_s is not None
+            assert summary.gap_s is not None
+            assert not summary.left_behind
+            if sys.platform == "linux":
+                assert summary.peak_bytes
+                assert summary.added_bytes is not None
+    assert {summary.contender for summary in results.summaries} >= {"loop", "threads", "penstock", "read", "share"}
+    assert len(told) >= len(results.outcomes)
+
+    saved, page = report.write(results, tmp_path / "out")
+    assert json.loads(saved.read_text())["summaries"][0]["workload"] == "big"
+    text = page.read_text()
+    assert not re.search(r"""(src|href)\s*=|@import|url\(""", text)
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ET.fromstring(drawing)
+    assert "penstock / it" in report.as_text(results)
+
+
+def test_a_missing_framework_is_skipped_by_name_and_a_broken_contender_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise one absent package would end the benchmark of all the others."""
+    loop = CONTENDERS["loop"]
+    monkeypatch.setitem(CONTENDERS, "torch", dataclasses.replace(CONTENDERS["torch"], needs=("no_such_framework",)))
+    setup = harness.Setup(workloads=("slow",), contenders=("loop", "torch"), sizes=TINY, rounds=1, memory_rounds=0)
+    results = harness.run(setup)
+    by_name = {summary.contender: summary for summary in results.summaries}
+    assert (by_name["torch"].status, by_name["torch"].reason) == ("skipped", "no_such_framework is not installed")
+    assert by_name["loop"].status == "ok"
+    assert "torch: skipped: no_such_framework is not installed" in report.as_text(results)
+    assert loop.title in report.as_html(results)
+
+    broken = harness.Outcome("slow", "loop", 0, "failed", "ValueError: no")
+    wrong = harness.Outcome("slow", "threads", 0, "wrong", "row 3", result={"samples_per_s": 5.0, "bytes_per_s": 9.0})
+    results = dataclasses.replace(results, summaries=harness.summarize([broken, wrong]))
+    text = report.as_text(results)
+    assert "loop: failed: ValueError: no" in text
+    assert "threads: ! WRONG CONTENT: row 3" in text
+
+
+def test_the_command_line_knows_its_sizes_and_contenders() -> None:
+    """Otherwise a flag in the help would do nothing."""
+    said = subprocess.run(
+        [sys.executable, "-m", "penstock", "bench", "--help"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    for field in dataclasses.fields(Sizes):
+        assert f"--{field.name.replace('_', '-')} " in said
+    assert "--quick" in said
+    assert "tinyloader-shm" in said

@@ -1,0 +1,1 @@
+"""Memory: real limits, measured from outside."""

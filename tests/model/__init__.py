@@ -1,0 +1,1 @@
+"""Model: hypothesis state machines and laws."""

@@ -1,0 +1,1 @@
+"""Pure: no process, no file, milliseconds each."""
