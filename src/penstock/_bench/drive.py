@@ -44,6 +44,7 @@ class Timing:
 def _epoch(epochs: Iterator[Iterable[Any]], see: Callable[[Any], None], waits: list[float]) -> float:
     """Consume one epoch; gives the time from asking for one more batch to hearing that there is none."""
     clock = time.perf_counter
+    before = len(waits)
     asked = clock()
     batches = iter(next(epochs))
     while True:
@@ -51,7 +52,10 @@ def _epoch(epochs: Iterator[Iterable[Any]], see: Callable[[Any], None], waits: l
             # As in a for loop, the batch before is let go when this one is there.
             batch = next(batches)
         except StopIteration:
-            return clock() - asked
+            tail_s = clock() - asked
+            if len(waits) == before:
+                raise WrongContent("an epoch came without a single batch") from None
+            return tail_s
         waits.append(clock() - asked)
         see(batch)
         asked = clock()
@@ -67,8 +71,6 @@ def drive(job: Job, open_: Callable[[Job], Running], *, mark: Callable[[str], No
         epochs = running.epochs()
         waits: list[float] = []
         tail_s = _epoch(epochs, job.check.touch, waits)
-        if not waits:
-            raise WrongContent(f"no batch came of {job.samples} samples")
         first_batch_s = opening_s + waits[0]
 
         gaps: list[float] = []

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--contender", action="append", choices=[*CONTENDERS], metavar="NAME",
         help=f"only this one; repeat for more, out of {', '.join(CONTENDERS)} (all)",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=_count, metavar="N", help="timed rounds (5, quick 2)")
+    parser.add_argument("--rounds", type=_count, metavar="N", help="timed rounds (5, quick 3)")
     parser.add_argument(
         "--memory-rounds", type=_count_or_none, metavar="N", help="further rounds, only to sample memory (1, quick 0)"
     )
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         workloads=tuple(args.workload or WORKLOADS),
         contenders=None if args.contender is None else tuple(args.contender),
         sizes=dataclasses.replace(sizes, **{name: value for name, value in given.items() if value is not None}),
-        rounds=args.rounds or (2 if args.quick else 5),
+        rounds=args.rounds or (3 if args.quick else 5),
         memory_rounds=args.memory_rounds if args.memory_rounds is not None else (0 if args.quick else 1),
         workers=args.workers,
         seed=args.seed,

@@ -41,7 +41,9 @@ def rng() -> np.random.Generator:
     """
     if _here.generator is None:
         if _here.key is None:
-            raise PenstockError("penstock.rng() belongs inside load or collate_fn: outside there is no sample to depend on")
+            raise PenstockError(
+                "penstock.rng() belongs inside load or collate_fn: outside there is no sample to depend on"
+            )
         _here.generator = rng_for(*_here.key)
     return _here.generator
 

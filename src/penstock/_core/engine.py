@@ -354,6 +354,8 @@ class Engine:
                 chunk = unit.chunks[0]
                 if chunk.ready or (unit.open == 0 and not unit.failure):
                     unit.chunks.popleft()
+                    if unit.open == 0 and not unit.chunks and unit.failure is None:
+                        self._units.popleft()
                     return unit, chunk
             if unit.open:
                 return None
@@ -435,12 +437,10 @@ def error_of(failure: Failure, unit: Unit) -> Exception:
     if isinstance(error, SpecError | WorkerLost | BudgetError):
         return error
     loaded = LoadError(
-        f"load failed for {shown(item)}: {type(error).__name__}: {error} (to leave such items out: on_error=\"skip\")",
+        f'load failed for {shown(item)}: {type(error).__name__}: {error} (to leave such items out: on_error="skip")',
         item=item,
     )
     if failure.trace and isinstance(error, BaseException):
         error.add_note(f"where load raised it:\n{failure.trace.rstrip()}")
     loaded.__cause__ = error
     return loaded
-
-

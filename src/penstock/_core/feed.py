@@ -29,6 +29,7 @@ from penstock._core.crew.threads import ThreadCrew
 from penstock._core.device import door
 from penstock._core.engine import Chunk, Engine, Unit, error_of
 from penstock._core.errors import BudgetError, FeedClosed, LoadError, PenstockError, shown
+from penstock._core.fill import Failed
 from penstock._core.items import Picker, Stream, sort_out
 from penstock._core.layout import PAGE, Layout, slot_bytes
 from penstock._core.order import Order
@@ -37,7 +38,7 @@ from penstock._core.program import Into, Pad, Probe, Program, Retry
 from penstock._core.source import Source
 from penstock._core.spec import NAMESPACE, Cast, Spec, row_bytes
 from penstock._core.stats import Stats
-from penstock._core.task import Failure, Mode, Task
+from penstock._core.task import Mode, Task
 from penstock._core.wire import dumps
 
 __all__ = ["Epoch", "Feed"]
@@ -298,9 +299,15 @@ class Feed:
         self._complete = epoch
 
     def _take_back(self, units: list[Unit]) -> None:
-        if isinstance(self._kind, Stream):
-            for unit in units:
-                self._kind.give_back(unit.items or ())
+        """Items of a one-time stream that were pulled and not handed out come first next time."""
+        if isinstance(self._kind, Stream) and not self._kind.restarts:
+            _, position, inside = self._cursor
+            left = [
+                item for unit in units for place, item in enumerate(unit.items or (), unit.start) if place >= position
+            ]
+            self._kind.give_back(left)
+            if left:
+                self._resume = (0, inside)
 
     def _count(self, rows: int, size: int) -> None:
         self._stats.samples += rows
@@ -387,55 +394,76 @@ class Feed:
     # ---- getting ready
 
     def _prepare(self) -> None:
+        """Learn what a sample is, plan, and have the crew ready; nothing is left behind if that fails."""
         if self._engine is not None:
             return
         if self._closed:
             raise FeedClosed("the feed was closed: make a new one to go on")
-        first = self._first_indices()
-        items = self._first_items(first)
-        length = None if isinstance(self._kind, Stream) else self._length()
-        if (items is not None and not items) or length == 0:
-            raise PenstockError("there are no items, so there is nothing to plan for: give at least one")
-        crew, probe, program = self._probe(first)
+        self._program = program = self._make_program()
+        crew: Crew | None = None
         try:
-            plan, layout_bytes = self._solve(probe, program, crew, items)
-            if plan.workers == 0 and not isinstance(crew, InlineCrew):
+            if program.load is None and self._collate is None:
+                crew, probe = InlineCrew(program), self._probe_source()
+            else:
+                if isinstance(program.load, Into):
+                    # A declared spec needs no sample: what cannot fit is refused before anything is started.
+                    self._solve(Probe(program.load.spec, 0, 1e-3, 1e-3, 0, 0), program, None, 8)
+                crew = self._make_crew(program, self._num_workers)
+                probe = self._probe(crew)
+            plan, slot_size = self._solve(probe, program, crew, self._item_bytes())
+            if isinstance(crew, InlineCrew) != (plan.workers == 0):
                 crew.close()
-                crew = InlineCrew(program)
-            elif plan.workers > 0 and isinstance(crew, InlineCrew):
                 crew = self._make_crew(program, plan.workers)
-            self._plan = plan
-            self._spec = probe.spec
-            self._layout = Layout.of(probe.spec, plan.batch_size)
-            self._trees = Trees()
             engine = Engine(
-                crew,
-                plan,
-                mode=program.mode,
-                slot_bytes=layout_bytes,
-                samples_per_item=self._each,
-                load_s=probe.load_s,
+                crew, plan, mode=program.mode, slot_bytes=slot_size, samples_per_item=self._each, load_s=probe.load_s
             )
             crew.start(probe.spec, plan.batch_size, plan.workers)
         except BaseException:
-            crew.close()
+            if crew is not None:
+                crew.close()
             raise
+        self._plan = plan
+        self._spec = probe.spec
+        self._layout = Layout.of(probe.spec, plan.batch_size)
+        self._trees = Trees()
         engine.stats = self._stats
         self._engine = engine
         self._finalizer = weakref.finalize(self, engine.close)
 
-    def _first_indices(self) -> Any:
-        if isinstance(self._kind, Stream):
-            return np.zeros(1, np.int64)
-        size = PROBE_ITEMS if self._batch_size == "max" else min(PROBE_ITEMS, self._batch_size)
-        return self._order(self._next_epoch).indices(self._resume[0], self._resume[0] + size)
+    def _probe(self, crew: Crew) -> Probe:
+        """Have items loaded until one gives a sample: the form of it, and what it cost."""
+        batch = PROBE_ITEMS if self._batch_size == "max" else min(PROBE_ITEMS, self._batch_size)
+        # Streams are not read ahead for this: what they gave cannot be put back into whatever makes them.
+        start, size = 0, 1 if isinstance(self._kind, Stream) else batch
+        while True:
+            indices, items = self._from(start, size)
+            if len(indices) == 0:
+                raise PenstockError(
+                    f"none of the {start} items gives a sample, so there is nothing to plan for: check what load yields"
+                    if start
+                    else "there are no items, so there is nothing to plan for: give at least one"
+                )
+            task = Task(0, 0, 0, 0, 0, self._next_epoch, indices, items)
+            try:
+                probe = crew.probe(task)
+            except Failed as failed:
+                raise error_of(failed.failure, Unit(0, 0, indices, items)) from failed.failure.error
+            if probe is not None:
+                return probe
+            start, size = start + size, 2 * size
 
-    def _first_items(self, indices: Any) -> list[Any] | None:
+    def _from(self, start: int, size: int) -> tuple[Any, list[Any] | None]:
+        """Some items of the epoch that comes next, with their indices."""
         if isinstance(self._kind, Stream):
-            return list(self._kind.first())
-        if isinstance(self._kind, Picker) and len(indices):
-            return self._kind(indices)
-        return None
+            items = self._kind.peek(start, start + size)
+            return np.arange(start, start + len(items), dtype=np.int64), items
+        start += self._resume[0]
+        indices = self._order(self._next_epoch).indices(start, start + size)
+        return indices, self._pick(indices) if len(indices) else None
+
+    def _item_bytes(self) -> int:
+        indices, items = self._from(0, 1)
+        return len(dumps(items[0])) if items else 8
 
     def _make_program(self) -> Program:
         source = self._kind if isinstance(self._kind, Source) else None
@@ -475,58 +503,38 @@ class Feed:
 
         return ProcessCrew(program, start_method=self._start_method)
 
-    def _probe(self, first: Any) -> tuple[Crew, Probe, Program]:
-        """Learn what a sample is and costs, in the kind of worker that will load it."""
-        self._program = program = self._make_program()
-        task = Task(0, 0, 0, 0, 0, self._next_epoch, first, self._first_items(first) or self._pick(first))
-        if isinstance(program.load, Into):
-            spec = program.load.spec
-            # A declared spec needs no sample: what cannot fit is refused before anything is started.
-            probe = Probe(spec, 0, 1e-3, 1e-3, 0, 0)
-            self._solve(probe, program, None, task.items)
-        if program.load is None and isinstance(self._kind, Source) and self._collate is None:
-            return self._probe_source(self._kind, first, program)
-        crew = self._make_crew(program, self._num_workers)
-        try:
-            return crew, crew.probe(task), program
-        except BaseException as error:
-            crew.close()
-            failure = getattr(error, "failure", None)
-            if isinstance(failure, Failure):
-                raise error_of(failure, Unit(0, 0, first, task.items)) from None
-            if isinstance(error, Exception) and not isinstance(error, PenstockError):
-                raise self._probe_failed(error, task) from error
-            raise
-
-    def _probe_failed(self, error: Exception, task: Task) -> LoadError:
-        item = task.items[0] if task.items else int(task.indices[0])
-        return LoadError(f"load failed for {shown(item)}, the first item: {type(error).__name__}: {error}", item=item)
-
-    def _probe_source(self, source: Source, first: Any, program: Program) -> tuple[Crew, Probe, Program]:
-        declared = source.spec()
-        spec = declared.cast(self._cast)
+    def _probe_source(self) -> Probe:
+        """A source knows the form of its samples; only reading from files has to be timed."""
+        source = self._kind
+        assert isinstance(source, Source)
+        spec = source.spec().cast(self._cast)
         seconds = 0.0
-        if not source.in_memory:
+        if not source.in_memory and len(source):
+            indices, _ = self._from(0, PROBE_ITEMS)
+            out = [np.empty((len(indices), *leaf.shape), leaf.stored) for leaf in spec.leaves]
             began = time.perf_counter()
-            out = [np.empty((len(first), *leaf.shape), leaf.stored) for leaf in spec.leaves]
-            source.reader().read_into(first, out, spec.leaves)
-            seconds = (time.perf_counter() - began) / len(first)
-        probe = Probe(spec, 0, seconds, seconds, 2 * spec.sample_bytes, 0)
-        return InlineCrew(program), probe, program
+            source.reader().read_into(indices, out, spec.leaves)
+            seconds = (time.perf_counter() - began) / len(indices)
+        return Probe(spec, 0, seconds, seconds, 2 * spec.sample_bytes, 0)
 
-    def _solve(self, probe: Probe, program: Program, crew: Crew | None, items: Any) -> tuple[Plan, int]:
+    def _solve(self, probe: Probe, program: Program, crew: Crew | None, item_bytes: int) -> tuple[Plan, int]:
         rows = tuple(row_bytes(leaf) for leaf in probe.spec.leaves)
         if program.collate is not None:
             rows = (int(probe.packed_bytes * PACKED_SLACK),)
         length = None if isinstance(self._kind, Stream) or self._each is None else len(self._order(0)) * self._each
         processes = crew is None or (not isinstance(crew, InlineCrew | ThreadCrew))
-        item_bytes = len(dumps(items[0])) if items else 8
         self._window = _window(self._memory, item_bytes)
         window_bytes = self._window * item_bytes if isinstance(self._kind, Stream) and self._shuffle else 0
         footprint = Footprint(
             leaf_row_bytes=rows,
             load_bytes=probe.load_bytes,
-            **({"process_bytes": probe.process_bytes} if probe.process_bytes else {} if processes else {"process_bytes": 0}),
+            **(
+                {"process_bytes": probe.process_bytes}
+                if probe.process_bytes
+                else {}
+                if processes
+                else {"process_bytes": 0}
+            ),
             template_bytes=getattr(crew, "template_bytes", 0) if crew is not None else 0,
             load_s=probe.load_s,
             cpu_s=probe.cpu_s,
@@ -565,6 +573,7 @@ class Epoch:
         self._turn = threading.Lock()
         self._over = engine is None
         self._assembler = Assembler()
+        self._put_by_units: list[Unit] = []
         self._segments: deque[list[int]] = deque()  # position, samples of it seen before, rows: of what was put by
 
     def __iter__(self) -> Epoch:
@@ -593,7 +602,8 @@ class Epoch:
         """Stop here: what was read ahead is dropped, items of a one-time stream are kept for the next epoch."""
         self._over = True
         if self._engine is not None:
-            self._feed._take_back(self._engine.stop(self._run))
+            self._feed._take_back([*self._put_by_units, *self._engine.stop(self._run)])
+            self._put_by_units.clear()
 
     @property
     def done(self) -> bool:
@@ -672,6 +682,8 @@ class Epoch:
             good = [i for i in range(chunk.rows) if i // each not in lost]
             self._assembler.add([_chosen(leaf, good, chunk.rows) for leaf in leaves], len(good))
         engine.release(chunk)
+        if not self._put_by_units or self._put_by_units[-1] is not unit:
+            self._put_by_units.append(unit)
         if chunk.counts is not None:
             for ordinal, count in chunk.counts:
                 seen = unit.seen if ordinal == unit.seen_ordinal else unit.skip if ordinal == 0 else 0
@@ -697,6 +709,7 @@ class Epoch:
             feed._cursor = (self.number, position, seen + used)
         if feed._each is not None and feed._cursor[2] == feed._each:
             feed._cursor = (self.number, feed._cursor[1] + 1, 0)
+        self._put_by_units = [u for u in self._put_by_units if u.start + len(u.indices) > feed._cursor[1]]
         feed._count(rows, nbytes_of(leaves))
         if feed._collate is not None:
             batch = feed._collate(leaves[0])
@@ -774,7 +787,11 @@ def _check_count(name: str, value: Any, *, least: int, optional: bool = False) -
 def _check_into(load: Any, cast: Any, collate: Any, each: int | None) -> None:
     if not isinstance(load, Into):
         return
-    for name, wrong in (("cast", cast is not None), ("collate_fn", collate is not None), ("samples_per_item", each != 1)):
+    for name, wrong in (
+        ("cast", cast is not None),
+        ("collate_fn", collate is not None),
+        ("samples_per_item", each != 1),
+    ):
         if wrong:
             raise TypeError(f"{name} cannot be used with @penstock.into: that load writes the stored form itself")
 

@@ -25,7 +25,7 @@ from penstock._core.program import Into, Probe, Program
 from penstock._core.spec import Array, Spec, as_array, differs, dump_tree, flatten, is_floating, store, to_dtype
 from penstock._core.task import Failure, Grant, Mode, Reply, Status, Task
 
-__all__ = ["Filler", "Gauge", "Memory", "Packed", "Room", "SampleGauge", "Steps", "failure_of"]
+__all__ = ["Failed", "Filler", "Gauge", "Memory", "Packed", "Room", "SampleGauge", "Steps", "failure_of"]
 
 Ask = Callable[[Reply], Grant]
 Steps = Generator[Reply, Grant, Reply]
@@ -99,8 +99,11 @@ class Filler:
         self._layout = Layout.of(spec, rows)
         self._columns.clear()
 
-    def probe(self, task: Task, gauge: Gauge) -> Probe:
-        """Load a few items and say what a sample looks like and costs; what was loaded is used again."""
+    def probe(self, task: Task, gauge: Gauge) -> Probe | None:
+        """Load a few items and say what a sample looks like and costs; what was loaded is used again.
+
+        None when none of them gives a sample: all are empty, or failed and are to be skipped.
+        """
         program = self.program
         items = self._items(task)
         idle = gauge.idle_bytes()
@@ -110,12 +113,20 @@ class Filler:
         spec = program.load.spec if isinstance(program.load, Into) else None
         packed = 0
         for ordinal, item in enumerate(items):
-            context.enter(program.seed, task.epoch, int(task.indices[ordinal]))
             if isinstance(program.load, Into):
                 # Nothing to look at: the spec was declared. What it costs is learned while it runs.
                 break
             wall, cpu = time.perf_counter(), time.process_time()
-            sample = self._first_sample(item)
+            samples: list[Any] = []
+            self._attempt(
+                lambda o=ordinal, i=item: samples.extend(itertools.islice(self._samples(task, o, i), 1)),
+                ordinal,
+                item,
+                [],
+            )  # type: ignore[misc]
+            if not samples:
+                continue
+            sample = samples[0]
             costs.append((time.perf_counter() - wall, time.process_time() - cpu))
             if spec is None:
                 spec = Spec.of(sample, cast=program.cast if program.collate is None else None, item=item)
@@ -126,7 +137,8 @@ class Filler:
             if time.perf_counter() - began > PROBE_S:
                 break
         context.leave()
-        assert spec is not None
+        if spec is None:
+            return None
         # The median: the first load may import things, and any may be interrupted.
         load_s, cpu_s = sorted(costs)[len(costs) // 2] if costs else (0.0, 0.0)
         return Probe(
@@ -163,7 +175,7 @@ class Filler:
                 yield from self._flow(task, reply, failures)
         except Room:
             reply.rows = 0
-        except _Failed as failed:
+        except Failed as failed:
             reply.status = Status.FAILED
             reply.body = failed.failure
         finally:
@@ -207,7 +219,9 @@ class Filler:
                 texts[:] = [t for t in texts if not first <= t[0] < first + each]
         reply.body = texts or None
 
-    def _write(self, columns: list[Array], row: int, sample: Any, item: Any, texts: list[tuple[int, int, bytes]]) -> None:
+    def _write(
+        self, columns: list[Array], row: int, sample: Any, item: Any, texts: list[tuple[int, int, bytes]]
+    ) -> None:
         assert self._layout is not None
         spec = self._layout.spec
         at = 0
@@ -226,7 +240,9 @@ class Filler:
                 at += 1
                 continue
             if not isinstance(value, str if leaf.kind == "str" else bytes):
-                raise differs(leaf, value if isinstance(value, str | bytes) else as_array(value, path=leaf.path, item=item), item)
+                raise differs(
+                    leaf, value if isinstance(value, str | bytes) else as_array(value, path=leaf.path, item=item), item
+                )
             data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
             columns[at][row] = len(data)
             if len(data) <= leaf.shape[0]:
@@ -269,7 +285,9 @@ class Filler:
 
     def _pack(self, packing: _Packing, task: Task) -> Generator[Reply, Grant, Packed]:
         """Write arrays one after the other into the slot, asking for a larger one if it must be."""
-        size = sum(aligned(array.size * dtype.itemsize) for array, dtype in zip(packing.arrays, packing.dtypes, strict=True))
+        size = sum(
+            aligned(array.size * dtype.itemsize) for array, dtype in zip(packing.arrays, packing.dtypes, strict=True)
+        )
         if size > task.capacity:
             grant = yield Reply(task.id, self.worker, Status.MORE, rows=size)
             if grant.offset is None:
@@ -296,7 +314,11 @@ class Filler:
         if cast is None or isinstance(cast, dict):
             return array.dtype
         target = to_dtype(cast)
-        return target if is_floating(target) and is_floating(array.dtype) and target.itemsize <= array.itemsize else array.dtype
+        return (
+            target
+            if is_floating(target) and is_floating(array.dtype) and target.itemsize <= array.itemsize
+            else array.dtype
+        )
 
     # ---- any number of samples from an item
 
@@ -339,7 +361,7 @@ class Filler:
             except Exception as error:
                 failure = failure_of(error, ordinal, item)
                 if not self.program.skips:
-                    raise _Failed(failure) from error
+                    raise Failed(failure) from error
                 failures.append(failure)
         body = (yield from self._pack(self._unpacked(held), task)) if listed and held else texts
         reply.rows, reply.body = filled, (counts, body)
@@ -384,25 +406,6 @@ class Filler:
                 item=item,
             )
 
-    def _first_sample(self, item: Any) -> Any:
-        program = self.program
-        try:
-            if program.load is None:
-                return item
-            made = program.load(item)
-            if program.samples_per_item == 1:
-                return made
-            for sample in _iterate(made, item):
-                return sample
-        except Exception as error:
-            if isinstance(error, SpecError):
-                raise
-            raise _Failed(failure_of(error, 0, item)) from error
-        raise SpecError(
-            f"load gave no sample at all for {shown(item)}, the first item: its first sample shows what batches look like",
-            item=item,
-        )
-
     def _slot(self, offset: int) -> list[Array]:
         columns = self._columns.get(offset)
         if columns is None:
@@ -411,9 +414,7 @@ class Filler:
             self._columns[offset] = columns
         return columns
 
-    def _attempt(
-        self, action: Callable[[], Any], ordinal: int, item: Any, failures: list[Failure] | None
-    ) -> bool:
+    def _attempt(self, action: Callable[[], Any], ordinal: int, item: Any, failures: list[Failure] | None) -> bool:
         """Run user code as often as on_error says; False when the item is to be left out."""
         tries = self.program.tries
         for attempt in range(1, tries + 1):
@@ -428,7 +429,7 @@ class Filler:
                     continue
                 failure = failure_of(error, ordinal, item)
                 if failures is None or not self.program.skips:
-                    raise _Failed(failure) from error
+                    raise Failed(failure) from error
                 failures.append(failure)
                 return False
         raise AssertionError
@@ -441,7 +442,9 @@ class _Packing(NamedTuple):
     dtypes: list[np.dtype[Any]]
 
 
-class _Failed(Exception):
+class Failed(Exception):
+    """An item failed, and the task with it."""
+
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.error)
         self.failure = failure
@@ -449,7 +452,7 @@ class _Failed(Exception):
 
 def failure_of(error: BaseException, ordinal: int, item: Any) -> Failure:
     """An error of user code in a form that can travel: frames of ours are left out of the trace."""
-    if isinstance(error, _Failed):
+    if isinstance(error, Failed):
         return error.failure
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("penstock._core"):

@@ -7,6 +7,7 @@ out when an iteration stops early is given again to the next one.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -45,10 +46,12 @@ class Stream:
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items
-        # An iterator gives its items once: a further epoch goes on where the last one stopped pulling.
+        # An iterator gives its items once: a further epoch goes on where the last one stopped.
         self._once = iter(items) is items
+        self._raw = iter(items) if self._once else None
+        self._peeked: deque[Any] = deque()
         self._back: deque[Any] = deque()
-        self._iterator: Iterator[Any] | None = None
+        self._flow: Iterator[Any] | None = None
 
     @property
     def restarts(self) -> bool:
@@ -57,40 +60,33 @@ class Stream:
 
     def begin(self, window: int | None, seed: int, epoch: int) -> Iterator[Any]:
         """The items of an epoch, in order or drawn from a shuffle window."""
-        if self._once:
-            if self._iterator is None:
-                self._iterator = iter(self._items)
-            source: Iterator[Any] = self._pull(self._iterator)
-        else:
-            source = iter(self._items)
-        return source if window is None else windowed(source, window, seed=seed, epoch=epoch)
+        if not self._once:
+            return iter(self._items) if window is None else windowed(self._items, window, seed=seed, epoch=epoch)
+        if self._flow is None:  # one window for the whole life of the stream, or what waits in it would be lost
+            raw = self._pull(self._peeked, self._raw)
+            self._flow = raw if window is None else windowed(raw, window, seed=seed, epoch=epoch)
+        return self._pull(self._back, self._flow)
 
     def give_back(self, items: Iterable[Any]) -> None:
         """Items that were pulled and not handed out: the next epoch of a one-time stream begins with them."""
         if self._once:
-            self._back.extend(items)
+            self._back.extendleft(reversed(list(items)))
 
-    def first(self) -> tuple[Any, ...]:
-        """The first item, without using it up; empty if there is none."""
-        if not self._once:
-            for item in self._items:
-                return (item,)
-            return ()
-        if not self._back:
-            if self._iterator is None:
-                self._iterator = iter(self._items)
-            for item in self._iterator:
-                self._back.append(item)
-                break
-        return (self._back[0],) if self._back else ()
+    def peek(self, start: int, stop: int) -> list[Any]:
+        """The items from ``start`` to ``stop``, as far as there are any, without using them up."""
+        if self._raw is None:
+            return list(itertools.islice(self._items, start, stop))
+        self._peeked.extend(itertools.islice(self._raw, max(0, stop - len(self._peeked))))
+        return list(itertools.islice(self._peeked, start, stop))
 
-    def _pull(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    @staticmethod
+    def _pull(first: deque[Any], then: Iterator[Any] | None) -> Iterator[Any]:
+        assert then is not None
         while True:
-            if self._back:
-                yield self._back.popleft()
-                continue
+            while first:
+                yield first.popleft()
             try:
-                item = next(iterator)
+                item = next(then)
             except StopIteration:
                 return
             yield item
@@ -122,4 +118,6 @@ def sort_out(items: Any, load: Any) -> Picker | Stream | Source:
         return Picker(items)
     if hasattr(items, "__iter__"):
         return Stream(items)
-    raise TypeError(f"items is a {type(items).__name__}, which cannot be iterated: give a sequence, an iterable or a source")
+    raise TypeError(
+        f"items is a {type(items).__name__}, which cannot be iterated: give a sequence, an iterable or a source"
+    )

@@ -204,7 +204,9 @@ class Ledger:
         for slot, state in enumerate(self._states):
             busy = state is State.FILLING
             assert bool(self._open[slot]) == busy, f"slot {slot} is {state.value} with {len(self._open[slot])} tasks"
-            assert (self._batch[slot] is None) == (state in (State.FREE, State.RETIRED)), f"slot {slot} is {state.value}"
+            assert (self._batch[slot] is None) == (state in (State.FREE, State.RETIRED)), (
+                f"slot {slot} is {state.value}"
+            )
             assert slot not in self._doomed or busy, f"slot {slot} is doomed but {state.value}"
         for task, slot in self._by_task.items():
             assert task in self._open[slot], f"task {task} is lost"

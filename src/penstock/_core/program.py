@@ -149,5 +149,3 @@ class Probe:
     cpu_s: float
     load_bytes: int
     process_bytes: int
-
-

@@ -155,7 +155,9 @@ class Arrays:
                 raise SpecError(f"array {path} has no axis: penstock.arrays takes arrays with one row per sample")
         lengths = {path: len(array) for path, array in zip(paths, self._arrays, strict=True)}
         if len(set(lengths.values())) > 1:
-            raise SpecError(f"the arrays have different numbers of rows: {lengths}; row i of each must belong to sample i")
+            raise SpecError(
+                f"the arrays have different numbers of rows: {lengths}; row i of each must belong to sample i"
+            )
         self._parts = tuple(_part(array) for array in self._arrays)
         self.in_memory = any(isinstance(part, _InMemory) for part in self._parts)
 
@@ -206,6 +208,4 @@ def _part(array: Array) -> _InMemory | _InFile:
     base = np.frombuffer(mapped._mmap, np.uint8)  # type: ignore[attr-defined]
     map_start = mapped.offset - mapped.offset % mmap.ALLOCATIONGRANULARITY
     inside = array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
-    return _InFile(
-        os.path.abspath(mapped.filename), map_start + inside, array.strides[0], array.shape[1:], array.dtype
-    )
+    return _InFile(os.path.abspath(mapped.filename), map_start + inside, array.strides[0], array.shape[1:], array.dtype)

@@ -275,7 +275,9 @@ def _power_of_two(n: int) -> int:
 def _from_torch(tensor: Any) -> Array:
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
-        raise SpecError(f"load returned a tensor on {tensor.device}: samples are made on the CPU; drop .to(...) from load")
+        raise SpecError(
+            f"load returned a tensor on {tensor.device}: samples are made on the CPU; drop .to(...) from load"
+        )
     if str(tensor.dtype) == "torch.bfloat16":  # numpy has no name for it: pass the bits
         import torch
 
@@ -292,7 +294,9 @@ def _cast(leaves: tuple[Leaf, ...], cast: Cast) -> tuple[Leaf, ...]:
         targets = {str(path): to_dtype(dtype) for path, dtype in cast.items()}
         known = {leaf.path for leaf in leaves if leaf.kind == "array"}
         if unknown := sorted(targets.keys() - known):
-            raise SpecError(f"cast names {unknown}, but a sample has {sorted(known)}: use those names (0, 1, ... in a tuple)")
+            raise SpecError(
+                f"cast names {unknown}, but a sample has {sorted(known)}: use those names (0, 1, ... in a tuple)"
+            )
     else:
         target = to_dtype(cast)
         numbers = [leaf for leaf in leaves if leaf.kind == "array" and leaf.dtype.kind != "b"]

@@ -134,7 +134,9 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
                 elif word == "make":
                     assert own is not None
                     number = rest[0]
-                    pid = _make(worker, program, birth, number, tasks, replies, own, [orders.fileno(), parent, *children])
+                    pid = _make(
+                        worker, program, birth, number, tasks, replies, own, [orders.fileno(), parent, *children]
+                    )
                     pidfd = os.pidfd_open(pid)
                     children[pidfd] = (number, pid)
                     poller.register(pidfd, select.POLLIN)

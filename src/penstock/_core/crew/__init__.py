@@ -29,8 +29,11 @@ class Crew(Protocol):
     restarts: int
     """Workers that were replaced."""
 
-    def probe(self, task: Task) -> Probe:
-        """Load a few items to learn what a sample looks like and costs; raises what went wrong as a Failure's error."""
+    def probe(self, task: Task) -> Probe | None:
+        """Load a few items to learn what a sample looks like and costs; None if none of them gives any.
+
+        Raises ``Failed`` when one cannot be loaded.
+        """
 
     def start(self, spec: Spec, rows: int, workers: int) -> None:
         """Get ready for tasks: the form of a sample and the rows of a slot are known."""

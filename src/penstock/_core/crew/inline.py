@@ -25,7 +25,7 @@ class InlineCrew:
         self._paused: tuple[Steps, Reply] | None = None
         self._granted: Grant | None = None
 
-    def probe(self, task: Task) -> Probe:
+    def probe(self, task: Task) -> Probe | None:
         """Load a few items here and now."""
         return self._filler.probe(task, SampleGauge())
 

@@ -27,6 +27,7 @@ from penstock._core.arena import CONTROL_BYTES, Arena
 from penstock._core.budget import format_bytes
 from penstock._core.channel import Channel, pair
 from penstock._core.errors import PenstockError, WorkerLost, shown
+from penstock._core.fill import Failed
 from penstock._core.program import Probe, Program
 from penstock._core.spec import Spec
 from penstock._core.task import Failure, Grant, Reply, Status, Task
@@ -81,7 +82,7 @@ class ProcessCrew:
 
     # ---- the interface
 
-    def probe(self, task: Task) -> Probe:
+    def probe(self, task: Task) -> Probe | None:
         """Have worker 0 load a few items; what it loaded is used again when their turn comes."""
         self._owns[0].send(cloudpickle.dumps(("probe", task)))
         self._outstanding[task.id] = task
@@ -89,8 +90,8 @@ class ProcessCrew:
             self.wait()
             for reply in self.take():
                 if isinstance(reply.body, Failure):
-                    raise reply.body.error
-                probe: Probe = reply.body
+                    raise Failed(reply.body)
+                probe: Probe | None = reply.body
                 return probe
 
     def start(self, spec: Spec, rows: int, workers: int) -> None:

@@ -37,7 +37,7 @@ class ThreadCrew:
         self._threads: list[threading.Thread] = []
         self._taken: list[Reply] = []
 
-    def probe(self, task: Task) -> Probe:
+    def probe(self, task: Task) -> Probe | None:
         """Load a few items in this thread."""
         return self._first.probe(task, SampleGauge())
 
