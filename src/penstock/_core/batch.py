@@ -1,4 +1,6 @@
-"""From a filled slot to the batch in the user's hands, and the lease that says when the slot is free. Runs in the parent.
+"""From a filled slot to the batch in the user's hands, and the lease that says when the slot is free.
+
+Runs in the parent.
 
 A lease is a ctypes array over the slot: every numpy view, view of a view and torch tensor of the batch keeps it
 alive, and its weak reference fires when the last one is gone. A finalizer on a batch array itself would be wrong:

@@ -1,4 +1,4 @@
-"""Which framework the leaves of a batch belong to. Runs in the parent; imports a framework only when it is asked for."""
+"""Which framework the leaves of a batch belong to. Runs in the parent; imports a framework only when asked for it."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ class Engine:
         if reply.status is Status.FAILED:
             if unit.failure is None or reply.body.ordinal < unit.failure.ordinal:
                 unit.failure = reply.body
-            self._account(chunk, reply.task)
+            self._account(reply.task)
             return
         # Recent tasks count more; the first ones, with cold caches, are soon forgotten.
         self._row_s = 0.8 * self._row_s + 0.2 * reply.seconds / count
@@ -282,11 +282,11 @@ class Engine:
         else:
             chunk.counts, chunk.body = reply.body if reply.body is not None else ([], None)
             chunk.rows, chunk.failures = reply.rows, reply.failures
-        self._account(chunk, reply.task)
+        self._account(reply.task)
         if not last:
             chunk.ready = True
 
-    def _account(self, chunk: Chunk, task: int) -> None:
+    def _account(self, task: int) -> None:
         if self._ledger.slot_of(task) is not None:
             self._ledger.done(task)
 
@@ -296,7 +296,7 @@ class Engine:
             reply = self._requests.popleft()
             unit, chunk, count = self._by_task[reply.task]
             if all(unit is not live for live in self._units):  # cancelled
-                self._account(chunk, reply.task)
+                self._account(reply.task)
                 self.crew.grant(reply.worker, Grant(0, None, 0))
             elif reply.body is None:
                 self._enlarge(reply, unit, chunk)
@@ -318,17 +318,17 @@ class Engine:
         if wanted > room:
             wanted = -(-reply.rows // PAGE) * PAGE
         if wanted > room:
-            wanted = self._shrink(wanted, room, chunk)
+            wanted = self._shrink(wanted, room)
         if wanted == 0:
             unit.failure = Failure(0, self._too_large(reply.rows, room), "")
-            self._account(chunk, reply.task)
+            self._account(reply.task)
             self.crew.grant(reply.worker, Grant(0, None, 0))
             return
         self.crew.arena.discard(offset, capacity)
         self._regions[chunk.slot] = (self.crew.arena.extend(wanted), wanted)
         self.crew.grant(reply.worker, Grant(chunk.slot, *self._regions[chunk.slot]))
 
-    def _shrink(self, wanted: int, room: int, chunk: Chunk) -> int:
+    def _shrink(self, wanted: int, room: int) -> int:
         """Make room by taking free slots out of use, but for one; 0 if that is not enough."""
         while wanted > room and self._ledger.usable > 2 and (slot := self._ledger.retire()) is not None:
             offset, capacity = self._regions[slot]
@@ -384,8 +384,6 @@ class Engine:
         # the holder may have looked just before this slot was noted.
         while self._freed and self._lock.acquire(blocking=False):
             try:
-                if self._closed:
-                    return
                 self._settle()
                 self._fill(pull=False)
             finally:
@@ -402,15 +400,15 @@ class Engine:
         self._units.clear()
         self._ledger.cancel()
         for task in self.crew.withdraw():
-            _, chunk, _ = self._by_task.pop(task)
-            self._account(chunk, task)
+            del self._by_task[task]
+            self._account(task)
         self._answer_requests()
 
     def _check(self, run: int) -> None:
         if run != self.run:
             raise LeaseError(
-                "this iteration was ended by a newer one over the same feed (or by close): one feed gives one iteration at "
-                "a time, because they share its slots; make a second Feed to iterate twice at once"
+                "this iteration was ended by a newer one over the same feed (or by close): one feed gives one "
+                "iteration at a time, because they share its slots; make a second Feed to iterate twice at once"
             )
 
     # ---- memory
@@ -440,7 +438,7 @@ def error_of(failure: Failure, unit: Unit) -> Exception:
         f'load failed for {shown(item)}: {type(error).__name__}: {error} (to leave such items out: on_error="skip")',
         item=item,
     )
-    if failure.trace and isinstance(error, BaseException):
+    if failure.trace:
         error.add_note(f"where load raised it:\n{failure.trace.rstrip()}")
     loaded.__cause__ = error
     return loaded

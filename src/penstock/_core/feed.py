@@ -242,8 +242,8 @@ class Feed:
         for name, mine in self._identity().items():
             if state.get(name) != mine:
                 raise ValueError(
-                    f"this state belongs to another feed: its {name} is {state.get(name)!r}, here it is {mine!r}; make the feed "
-                    "with the same items, seed and shuffle as before"
+                    f"this state belongs to another feed: its {name} is {state.get(name)!r}, here it is {mine!r}; make "
+                    "the feed with the same items, seed and shuffle as before"
                 )
         position, rest = divmod(int(state["position"]), self._world)
         if rest:
@@ -323,8 +323,8 @@ class Feed:
         if self._stats.copied == 1:
             held = self._plan.slots if self._plan is not None else 0
             warnings.warn(
-                f"the consumer holds so many of the {held} slots that workers would run dry: further batches are copies, which "
-                "cost memory outside the budget. Let batches go when they are used, or copy what you keep",
+                f"the consumer holds so many of the {held} slots that workers would run dry: further batches are "
+                "copies, which cost memory outside the budget. Let batches go when they are used, or copy what you keep",
                 ResourceHeld,
                 stacklevel=4,
             )
@@ -462,7 +462,7 @@ class Feed:
         return indices, self._pick(indices) if len(indices) else None
 
     def _item_bytes(self) -> int:
-        indices, items = self._from(0, 1)
+        _, items = self._from(0, 1)
         return len(dumps(items[0])) if items else 8
 
     def _make_program(self) -> Program:
@@ -528,13 +528,7 @@ class Feed:
         footprint = Footprint(
             leaf_row_bytes=rows,
             load_bytes=probe.load_bytes,
-            **(
-                {"process_bytes": probe.process_bytes}
-                if probe.process_bytes
-                else {}
-                if processes
-                else {"process_bytes": 0}
-            ),
+            process_bytes=probe.process_bytes or (LEAN_WORKER_BYTES if processes else 0),
             template_bytes=getattr(crew, "template_bytes", 0) if crew is not None else 0,
             load_s=probe.load_s,
             cpu_s=probe.cpu_s,
@@ -712,7 +706,7 @@ class Epoch:
         self._put_by_units = [u for u in self._put_by_units if u.start + len(u.indices) > feed._cursor[1]]
         feed._count(rows, nbytes_of(leaves))
         if feed._collate is not None:
-            batch = feed._collate(leaves[0])
+            batch: Any = feed._collate(leaves[0])
             convert = feed._door
             if convert is None:
                 return batch
@@ -733,12 +727,12 @@ class Epoch:
         alive = len(unit.indices) - len(chunk.failures)
         feed._skips_in_a_row = 0 if alive else feed._skips_in_a_row + len(chunk.failures)
         if feed._skips_in_a_row >= SKIPS_IN_A_ROW:
-            item, error = feed._stats.skipped[-1]
+            item, last = feed._stats.skipped[-1]
             raise LoadError(
-                f"the last {feed._skips_in_a_row} items all failed, so something is wrong with all of them; the last was "
-                f"{shown(item)}: {type(error).__name__}: {error}",
+                f"the last {feed._skips_in_a_row} items all failed, so something is wrong with all of them; the last "
+                f"was {shown(item)}: {type(last).__name__}: {last}",
                 item=item,
-            ) from error
+            ) from last
 
 
 def _chosen(leaf: Any, good: list[int], rows: int) -> Any:

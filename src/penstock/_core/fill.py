@@ -8,18 +8,17 @@ with the traceback as text, because most frames cannot travel.
 from __future__ import annotations
 
 import itertools
-import pickle
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
-import cloudpickle
 import numpy as np
 import optree
 
 from penstock._core import context
-from penstock._core.errors import LoadError, SpecError, shown
+from penstock._core.errors import SpecError, shown
 from penstock._core.layout import Layout, aligned
 from penstock._core.program import Into, Probe, Program
 from penstock._core.spec import Array, Spec, as_array, differs, dump_tree, flatten, is_floating, store, to_dtype
@@ -88,7 +87,7 @@ class Filler:
         self.program = program
         self.memory = memory
         self.worker = worker
-        self.beat: Callable[[int], None] = lambda ordinal: None
+        self.beat: Callable[[int], None] = _no_record
         self._layout: Layout | None = None
         self._columns: dict[int, list[Array]] = {}
         self._kept: dict[tuple[int, int], Any] = {}
@@ -113,17 +112,9 @@ class Filler:
         spec = program.load.spec if isinstance(program.load, Into) else None
         packed = 0
         for ordinal, item in enumerate(items):
-            if isinstance(program.load, Into):
-                # Nothing to look at: the spec was declared. What it costs is learned while it runs.
-                break
             wall, cpu = time.perf_counter(), time.process_time()
             samples: list[Any] = []
-            self._attempt(
-                lambda o=ordinal, i=item: samples.extend(itertools.islice(self._samples(task, o, i), 1)),
-                ordinal,
-                item,
-                [],
-            )  # type: ignore[misc]
+            self._attempt(partial(self._collect, samples, task, ordinal, item, 1), ordinal, item, [])
             if not samples:
                 continue
             sample = samples[0]
@@ -132,7 +123,7 @@ class Filler:
                 spec = Spec.of(sample, cast=program.cast if program.collate is None else None, item=item)
             if program.collate is not None:
                 packed = max(packed, _packed_bytes(flatten(program.collate([sample]))[0]))
-            if program.samples_per_item == 1 and program.mode is Mode.ROWS:
+            if program.samples_per_item == 1 and program.mode is Mode.ROWS and not isinstance(program.load, Into):
                 self._kept[task.epoch, int(task.indices[ordinal])] = sample
             if time.perf_counter() - began > PROBE_S:
                 break
@@ -257,7 +248,7 @@ class Filler:
         program = self.program
         samples: list[Any] = []
         for ordinal, item in self._each(task):
-            self._attempt(lambda o=ordinal, i=item: samples.extend(self._samples(task, o, i)), ordinal, item, None)  # type: ignore[misc]
+            self._attempt(partial(self._collect, samples, task, ordinal, item), ordinal, item, None)
         self.beat(0)
         context.enter(program.seed, task.epoch, COLLATE_INDEX + int(task.indices[0]))
         assert program.collate is not None
@@ -311,7 +302,7 @@ class Filler:
     def _collated_dtype(self, array: Array) -> np.dtype[Any]:
         # A collated batch has leaves of its own; only a bare floating cast can be meant for it.
         cast = self.program.cast
-        if cast is None or isinstance(cast, dict):
+        if cast is None or isinstance(cast, Mapping):
             return array.dtype
         target = to_dtype(cast)
         return (
@@ -385,12 +376,20 @@ class Filler:
         program = self.program
         context.enter(program.seed, task.epoch, int(task.indices[ordinal]))
         assert program.load is not None or program.reader is not None
-        if program.samples_per_item == 1:
+        if isinstance(program.load, Into):  # only a probe comes here: what it writes is thrown away
+            out = program.load.spec.build([np.empty(leaf.shape, leaf.stored) for leaf in program.load.spec.leaves])
+            program.load.function(item, out)
+            yield out
+        elif program.samples_per_item == 1:
             yield program.load(item) if program.load is not None else item
         elif program.samples_per_item is None:
             yield from _iterate(program.load(item), item)  # type: ignore[misc]
         else:
             yield from self._exactly(item, program.samples_per_item)
+
+    def _collect(self, samples: list[Any], task: Task, ordinal: int, item: Any, most: int | None = None) -> None:
+        """Add the samples of an item, all of them or none."""
+        samples.extend(list(itertools.islice(self._samples(task, ordinal, item), most)))
 
     def _exactly(self, item: Any, count: int) -> Iterator[Any]:
         given = 0
@@ -435,6 +434,10 @@ class Filler:
         raise AssertionError
 
 
+def _no_record(_: int) -> None:
+    """Where nobody has to know which item is being loaded."""
+
+
 class _Packing(NamedTuple):
     tree: optree.PyTreeSpec
     kinds: list[str]
@@ -466,8 +469,8 @@ def failure_of(error: BaseException, ordinal: int, item: Any) -> Failure:
 def _iterate(made: Any, item: Any) -> Iterator[Any]:
     if isinstance(made, np.ndarray | str | bytes | dict) or not hasattr(made, "__iter__"):
         raise SpecError(
-            f"load returned a {type(made).__name__} for {shown(item)}, but with samples_per_item it must return an iterator "
-            "(or list) of samples: write yield in place of return",
+            f"load returned a {type(made).__name__} for {shown(item)}, but with samples_per_item it must return an "
+            "iterator (or list) of samples: write yield in place of return",
             item=item,
         )
     return iter(made)

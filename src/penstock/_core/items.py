@@ -96,8 +96,8 @@ def sort_out(items: Any, load: Any) -> Picker | Stream | Source:
     """Which kind of items these are; TypeError when they cannot be any."""
     if isinstance(items, str | bytes):
         raise TypeError(
-            f"items={items!r} is one {type(items).__name__}, and its characters are hardly meant: give a list of items, "
-            f"such as [{items!r}]"
+            f"items={items!r} is one {type(items).__name__}, and its characters are hardly meant: give a list of "
+            f"items, such as [{items!r}]"
         )
     if isinstance(items, Mapping):
         raise TypeError("items is a dict: give list(d.items()), or list(d) and look the values up in load")

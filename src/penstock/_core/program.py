@@ -24,7 +24,7 @@ __all__ = ["Into", "Pad", "Padded", "Probe", "Program", "Retry", "into"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Retry:
-    """For ``on_error``: try an item again, ``times`` times at most, waiting longer each time; ``then`` raise or skip."""
+    """For ``on_error``: try an item again ``times`` times at most, waiting longer each time; ``then`` raise or skip."""
 
     times: int
     then: Literal["raise", "skip"] = "raise"
@@ -101,8 +101,8 @@ class Pad:
         for array in arrays:
             if array.ndim != ndim or array.dtype != dtype:
                 raise SpecError(
-                    f'collate_fn="pad" got {array.dtype.name} with {array.ndim} axes beside {dtype.name} with {ndim}: only '
-                    "sizes may differ; make load return the same dtype and number of axes"
+                    f'collate_fn="pad" got {array.dtype.name} with {array.ndim} axes beside {dtype.name} with {ndim}: '
+                    "only sizes may differ; make load return the same dtype and number of axes"
                 )
         if ndim == 0:
             return np.stack(arrays)

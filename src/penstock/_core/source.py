@@ -83,7 +83,7 @@ class _InFile:
         row_bytes = out[0].nbytes
         if row_bytes == 0:
             return
-        view = memoryview(out.reshape(-1).view(np.uint8))
+        view = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # numpy 2.4 does not say Buffer on 3.11
         fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         try:
             dense = self.stride == row_bytes

@@ -85,8 +85,8 @@ class Spec:
         for path, value in zip(_paths(tree), values, strict=True):
             if not _is_declared_leaf(value):
                 raise SpecError(
-                    f"{shown(value)} at {path or 'the top'} of the spec is not a (shape, dtype) pair: write for example "
-                    "((3, 224, 224), 'float32'), or a tuple, list or dict of such pairs"
+                    f"{shown(value)} at {path or 'the top'} of the spec is not a (shape, dtype) pair: write for "
+                    "example ((3, 224, 224), 'float32'), or a tuple, list or dict of such pairs"
                 )
             shape, dtype = value
             stored = to_dtype(dtype)
@@ -142,7 +142,7 @@ def differs(leaf: Leaf, got: Array | str | bytes, item: Any) -> SpecError:
     expected = str(leaf).partition(" -> ")[0]
     ragged = not isinstance(got, str | bytes) and leaf.kind == "array" and got.dtype == leaf.dtype
     advice = (
-        'samples of different shapes need collate_fn="pad" (filled up to the longest of the batch) or "list" (not stacked)'
+        'samples of different shapes need collate_fn="pad" (filled up to the longest) or "list" (not stacked)'
         if ragged
         else "make load return the same dtype for every item"
     )
@@ -215,8 +215,8 @@ def as_array(value: Any, *, path: str = "", item: Any = None) -> Array:
         array = np.asarray(value)
     elif hasattr(value, "__next__"):
         raise SpecError(
-            f"load returned a generator for {shown(item)}: say how many samples it gives with samples_per_item=n, or None "
-            "when the number varies",
+            f"load returned a generator for {shown(item)}: say how many samples it gives with samples_per_item=n, or "
+            "None when the number varies",
             item=item,
         )
     else:
@@ -229,8 +229,9 @@ def as_array(value: Any, *, path: str = "", item: Any = None) -> Array:
         )
     if array.dtype.hasobject:
         raise SpecError(
-            f"the sample of {shown(item)} has a {type(value).__name__} ({shown(value, 80)}) at {path or 'the top'}, which "
-            "cannot lie in shared memory: return arrays, numbers, strings, bytes, or tuples, lists, dicts of these",
+            f"the sample of {shown(item)} has a {type(value).__name__} ({shown(value, 80)}) at {path or 'the top'}, "
+            "which cannot lie in shared memory: return arrays, numbers, strings, bytes, or tuples, lists or dicts "
+            "of these",
             item=item,
         )
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
@@ -241,7 +242,8 @@ def to_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     if isinstance(dtype, str) and (dtype == "bfloat16" or dtype.startswith(("float8", "float4", "float6", "int4"))):
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, dtype))
+        extended: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
+        return extended
     return np.dtype(dtype)
 
 
@@ -291,7 +293,7 @@ def _cast(leaves: tuple[Leaf, ...], cast: Cast) -> tuple[Leaf, ...]:
     if cast is None:
         return leaves
     if isinstance(cast, Mapping):
-        targets = {str(path): to_dtype(dtype) for path, dtype in cast.items()}
+        targets = {str(path): to_dtype(dtype) for path, dtype in dict[Any, Any](cast).items()}
         known = {leaf.path for leaf in leaves if leaf.kind == "array"}
         if unknown := sorted(targets.keys() - known):
             raise SpecError(

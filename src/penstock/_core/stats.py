@@ -37,7 +37,7 @@ class Stats:
 
     def __str__(self) -> str:
         return (
-            f"{self.samples:,} samples in {self.batches:,} batches, {format_bytes(self.bytes)}; waited {self.wait_s:.2f} s; "
-            f"peak {format_bytes(self.peak_bytes)}; {self.copied} copied, {len(self.skipped)} skipped, "
-            f"{self.restarts} workers replaced"
+            f"{self.samples:,} samples in {self.batches:,} batches, {format_bytes(self.bytes)}; "
+            f"waited {self.wait_s:.2f} s; peak {format_bytes(self.peak_bytes)}; {self.copied} copied, "
+            f"{len(self.skipped)} skipped, {self.restarts} workers replaced"
         )

@@ -77,7 +77,7 @@ def born(birth: dict[str, Any]) -> None:
     if birth["fork"]:
         try:
             program = pickle.loads(birth["program"])
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the parent gets to see it
             _absent(orders, error)
             leave(1)
     serve(program, birth, orders, tasks, replies)
@@ -88,7 +88,7 @@ def _absent(orders: Channel, error: BaseException) -> None:
     trace = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # an exception class that does not survive the way is described instead
+    except Exception:  # noqa: BLE001 - an exception class that does not survive the way is described instead
         error = RuntimeError(f"{type(error).__qualname__}: {error}")
     orders.send(pickle.dumps(("absent", error, trace)))
 
@@ -196,7 +196,7 @@ def _make(
         code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - this process ends here, and nobody else could print it
         traceback.print_exc()
     finally:
         worker.leave(code)

@@ -25,7 +25,7 @@ def dumps(value: Any) -> bytes:
     """A pickle that another interpreter can read, also of things defined in ``__main__``."""
     try:
         data = pickle.dumps(value, 5)
-    except Exception:  # what plain pickle refuses (a lambda, a local class) cloudpickle mostly can
+    except Exception:  # noqa: BLE001 - what plain pickle refuses (a lambda, a local class) cloudpickle mostly can
         return bytes(cloudpickle.dumps(value))
     # By name, __main__ would be the worker's own. A path that has the word in it merely takes the slower way.
     return bytes(cloudpickle.dumps(value)) if b"__main__" in data else data
@@ -67,7 +67,7 @@ def encode_reply(reply: Reply) -> bytes:
     if reply.body is None and not reply.failures:
         return head
     body = _portable(reply.body) if isinstance(reply.body, Failure) else reply.body
-    return head + cloudpickle.dumps((body, tuple(map(_portable, reply.failures))))
+    return head + bytes(cloudpickle.dumps((body, tuple(map(_portable, reply.failures)))))
 
 
 def decode_reply(data: bytes) -> Reply:
@@ -84,7 +84,7 @@ def _portable(failure: Failure) -> Failure:
         again = pickle.loads(cloudpickle.dumps(failure.error))
         if type(again).__qualname__ == type(failure.error).__qualname__:
             return failure
-    except Exception:  # the user's exception class decides what can go wrong here
+    except Exception:  # noqa: BLE001 - the user's exception class decides what can go wrong here
         pass
     error = failure.error
     return Failure(failure.ordinal, LoadError(f"{type(error).__qualname__}: {error}"), failure.trace)

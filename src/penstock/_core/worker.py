@@ -104,7 +104,7 @@ def _probe(filler: Filler, task: Task) -> Reply:
     reply = Reply(task.id, filler.worker, Status.PROBED)
     try:
         reply.body = filler.probe(task, _Gauge())
-    except Exception as error:  # whatever it is, the user gets to see it
+    except Exception as error:  # noqa: BLE001 - whatever it is, the user gets to see it
         reply.status = Status.FAILED
         reply.body = failure_of(error, 0, task.items[0] if task.items else int(task.indices[0]))
     return reply
@@ -164,7 +164,7 @@ def born(birth: dict[str, Any]) -> None:
     try:
         try:
             program = pickle.loads(birth["program"])
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the user gets to see it
             replies.send(encode_reply(Reply(0, birth["worker"], Status.ABSENT, body=failure_of(error, 0, None))))
             return
         run(program, birth["worker"], os.getppid(), birth["arena"], tasks, replies, own)

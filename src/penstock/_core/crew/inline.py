@@ -29,7 +29,7 @@ class InlineCrew:
         """Load a few items here and now."""
         return self._filler.probe(task, SampleGauge())
 
-    def start(self, spec: Spec, rows: int, workers: int) -> None:
+    def start(self, spec: Spec, rows: int, workers: int) -> None:  # noqa: ARG002 - the interface
         """Nothing to start."""
         self._filler.configure(spec, rows)
 
@@ -43,7 +43,7 @@ class InlineCrew:
         self._tasks.clear()
         return taken
 
-    def grant(self, worker: int, grant: Grant) -> None:
+    def grant(self, worker: int, grant: Grant) -> None:  # noqa: ARG002 - the interface
         """The task that was put aside may go on."""
         self._granted = grant
 

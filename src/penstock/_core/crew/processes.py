@@ -341,8 +341,8 @@ class ProcessCrew:
             )
             oom += f"; {format_bytes(machine.available_bytes())} are available now"
         return WorkerLost(
-            f"{DEATHS_AN_ITEM} workers died one after the other while loading {shown(item)}, with {how}{oom}: load it alone "
-            'to see why, or leave such items out with on_error="skip"',
+            f"{DEATHS_AN_ITEM} workers died one after the other while loading {shown(item)}, with {how}{oom}: load it "
+            'alone to see why, or leave such items out with on_error="skip"',
             item=item,
             exitcode=code,
         )
@@ -419,8 +419,8 @@ class ProcessCrew:
 
     def _cannot_start(self, error: BaseException, trace: str) -> PenstockError:
         lost = PenstockError(
-            f"the workers cannot start: load could not be brought to life there ({type(error).__name__}: {error}). What "
-            "load imports must be importable from a fresh interpreter; or use executor='thread' or start_method='fork'"
+            f"the workers cannot start: load could not be brought to life there ({type(error).__name__}: {error}). "
+            "What load imports must be importable in a fresh interpreter; or use executor='thread' or start_method='fork'"
         )
         error.add_note(f"in the worker:\n{trace}")
         lost.__cause__ = error
@@ -442,8 +442,9 @@ def _pickled(program: Program) -> bytes:
         return bytes(cloudpickle.dumps(program))
     except Exception as error:  # whatever user objects do while they are pickled
         raise PenstockError(
-            f"load cannot be sent to worker processes ({type(error).__name__}: {error}): open files, locks and connections "
-            "inside load instead of around it, or use executor='thread', num_workers=0 or start_method='fork'"
+            f"load cannot be sent to worker processes ({type(error).__name__}: {error}): open files, locks and "
+            "connections inside load instead of around it, or use executor='thread', num_workers=0 or "
+            "start_method='fork'"
         ) from error
 
 

@@ -121,7 +121,7 @@ def _work(
     while (task := tasks.get()) is not None:
         try:
             reply = filler.do(task, ask)
-        except BaseException as error:  # a load that calls sys.exit() must not leave the consumer waiting
+        except BaseException as error:  # noqa: BLE001 - a load that calls sys.exit() must not leave the consumer waiting
             item = task.items[0] if task.items else int(task.indices[0])
             reply = Reply(task.id, info.id, Status.FAILED, body=failure_of(error, 0, item))
         replies.put(reply)
