@@ -56,6 +56,7 @@ def requests(batch_size: st.SearchStrategy[Any] = batch_sizes) -> st.SearchStrat
         staged=st.booleans(),
         length=st.one_of(st.none(), st.integers(0, 20), st.integers(0, 10**9)),
         cache=st.booleans(),
+        groups=st.booleans(),
     )
 
 
@@ -93,11 +94,12 @@ def test_a_plan_stays_inside_the_budget_and_adds_up(request: Request, footprint:
     assert plan.total_bytes == parts <= plan.memory == request.memory
     assert plan.free_bytes == plan.memory - plan.total_bytes
     assert plan.batch_bytes == slot_bytes(footprint.leaf_row_bytes, plan.batch_size)
-    assert plan.arena_bytes == (plan.slots + plan.staging_slots) * plan.batch_bytes
+    slot = slot_bytes(footprint.leaf_row_bytes, plan.batches_per_slot * plan.batch_size)
+    assert plan.arena_bytes == (plan.slots + plan.staging_slots) * slot
     assert plan.sample_bytes == sum(footprint.leaf_row_bytes)
     assert plan.slots >= 2
     assert plan.parent_bytes >= PARENT_BYTES
-    cached = plan.held_samples - plan.slots * plan.batch_size
+    cached = plan.held_samples - plan.slots * plan.batches_per_slot * plan.batch_size
     assert 0 <= cached * (plan.sample_bytes + CACHE_ENTRY_BYTES) == plan.cache_bytes
     if request.num_workers is not None:
         assert plan.workers == request.num_workers

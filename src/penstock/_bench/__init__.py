@@ -10,5 +10,8 @@
     harness      rounds, interleaving, outcomes
     report       terminal, JSON and HTML
 
+A new contender is an entry of CONTENDERS and its name in the workloads that it can do; a new workload is a function
+that makes the data, one that gives the job, and an entry of WORKLOADS; a new limit is an entry of LIMITS.
+
 Each file imports only files above it. Nothing of the engine imports this package.
 """

@@ -24,6 +24,7 @@ __all__ = ["as_html", "as_json", "as_text", "write"]
 Cells = Sequence[str]
 
 _STATUS: Final = {"wrong": "! WRONG CONTENT"}
+_JUDGED: Final = {"wrong": "gave wrong content", "timeout": "did not end", "skipped": "was skipped"}
 
 
 def _rate(summary: Summary) -> str:
@@ -95,7 +96,7 @@ def _tables(results: Results) -> list[_Table]:
         ours = [summary for summary in ran if summary.kind == "ours"]
         limit = next((summary for summary in ran if summary.contender == workload.limits[0]), None)
         head = [
-            "contender", "rate", "rounds", f"of {workload.limits[0]}",
+            "contender", "rate", "spread", f"of {workload.limits[0]}",
             *(f"{summary.contender} / it" for summary in ours),
             "first batch", "gap", "CPU/sample", "added MiB", "peak MiB",
         ]  # fmt: skip
@@ -126,23 +127,36 @@ def _tables(results: Results) -> list[_Table]:
             for summary in here
             if summary.left_behind
         ]
-        tables.append(_Table(name, workload.title, head, tuple(rows), tuple(notes), limit, tuple(ran)))
+        rounds = max((summary.rounds for summary in ran), default=0)
+        title = f"{workload.title} ({rounds} round{'' if rounds == 1 else 's'})"
+        tables.append(_Table(name, title, head, tuple(rows), tuple(notes), limit, tuple(ran)))
     return tables
 
 
-def _claims(results: Results) -> list[tuple[Claim, float]]:
-    rates = {(s.workload, s.contender): s.samples_per_s for s in results.summaries if s.status == "ok"}
-    found = []
+def _claims(results: Results) -> list[tuple[Claim, float | None, str]]:
+    """Each claim about what was asked for, with the ratio that was found and what it proves."""
+    found = {(summary.workload, summary.contender): summary for summary in results.summaries}
+    judged: list[tuple[Claim, float | None, str]] = []
     for claim in CLAIMS:
-        ours, other = rates.get((claim.workload, claim.contender)), rates.get((claim.workload, claim.other))
-        if ours and other:
-            found.append((claim, ours / other))
-    return found
+        pair = [found.get((claim.workload, name)) for name in (claim.contender, claim.other)]
+        ours, other = pair
+        if ours is None or other is None:
+            continue  # not part of this run
+        ratio = None
+        if ours.samples_per_s and other.samples_per_s:
+            ratio = ours.samples_per_s / other.samples_per_s
+        bad = next((summary for summary in (ours, other) if summary.status != "ok"), None)
+        if bad is not None or ratio is None:
+            verdict = f"not judged, {bad.contender} {_JUDGED.get(bad.status, bad.status)}" if bad else "not judged"
+        else:
+            verdict = "holds" if ratio >= claim.ratio else "DOES NOT HOLD"
+        judged.append((claim, ratio, verdict))
+    return judged
 
 
-def _claim_text(claim: Claim, ratio: float) -> str:
-    verdict = "holds" if ratio >= claim.ratio else "DOES NOT HOLD"
-    return f"{claim.workload}: {claim.contender} is {ratio:.2f} x {claim.other}, wanted {claim.ratio:g}: {verdict}"
+def _claim_text(claim: Claim, ratio: float | None, verdict: str) -> str:
+    is_ = "? x" if ratio is None else f"{ratio:.2f} x"
+    return f"{claim.workload}: {claim.contender} is {is_} {claim.other}, wanted {claim.ratio:g}: {verdict}"
 
 
 def _about(results: Results) -> list[str]:
@@ -151,8 +165,8 @@ def _about(results: Results) -> list[str]:
     return [
         f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}, Python {machine['python']}, {packages}",
         (
-            f"{machine['date']}; {setup.rounds} rounds and {setup.memory_rounds} for memory, {setup.workers} workers, "
-            f"budget {setup.budget_bytes / 2**20:.0f} MiB, seed {setup.seed}, {results.took_s:.0f} s"
+            f"{machine['date']}; at most {setup.rounds} rounds, {setup.memory_rounds} for memory, "
+            f"{setup.workers} workers, budget {setup.budget_bytes / 2**20:.0f} MiB, seed {setup.seed}, {results.took_s:.0f} s"
         ),
     ]
 
@@ -171,7 +185,7 @@ def as_text(results: Results) -> str:
             lines.append("  " + "  ".join(cells).rstrip())
         lines += [f"  {note}" for note in table.notes]
         lines.append("")
-    claims = [_claim_text(claim, ratio) for claim, ratio in _claims(results)]
+    claims = [_claim_text(*judged) for judged in _claims(results)]
     if claims:
         lines += ["claims", *(f"  {claim}" for claim in claims), ""]
     return "\n".join(lines)
@@ -180,7 +194,9 @@ def as_text(results: Results) -> str:
 def as_json(results: Results) -> str:
     """Every trial and every median."""
     tree = dataclasses.asdict(results)
-    tree["claims"] = [{**dataclasses.asdict(claim), "found": ratio} for claim, ratio in _claims(results)]
+    tree["claims"] = [
+        {**dataclasses.asdict(claim), "found": ratio, "verdict": verdict} for claim, ratio, verdict in _claims(results)
+    ]
     return json.dumps(tree, indent=1)
 
 
@@ -269,7 +285,7 @@ def as_html(results: Results) -> str:
         parts += ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows]
         parts.append("</table></div>")
         parts += [f'<p class="bad">{html.escape(note)}</p>' for note in table.notes]
-    claims = [_claim_text(claim, ratio) for claim, ratio in _claims(results)]
+    claims = [_claim_text(*judged) for judged in _claims(results)]
     if claims:
         parts.append("<h2>Claims</h2><ul>" + "".join(f"<li>{html.escape(claim)}</li>" for claim in claims) + "</ul>")
     return "".join([*parts, "</body></html>"])

@@ -123,7 +123,7 @@ def _memory(text: str) -> int:
     from penstock._core.budget import GiB
 
     try:
-        # A fraction would make two machines run two benchmarks; refused by leaving nothing to take it of.
+        # As text a fraction is less than a byte and refused: two machines would run two benchmarks.
         return parse_size(int(text) if text.isdigit() else text, available=GiB(1))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

@@ -27,29 +27,41 @@ Texts = list[tuple[int, int, bytes]]
 Convert = Callable[[Array], Any]
 
 
+class _Lease(weakref.ref[Any]):
+    """The weak reference that fires when the last view of a batch is gone."""
+
+    __slots__ = ("leases", "slot")
+    slot: int
+    leases: weakref.ref[Leases]
+
+
 class Leases:
     """The leases of one arena; tells ``ended`` which slot is free again, from whatever thread dropped the batch."""
 
     def __init__(self, ended: Callable[[int], None]) -> None:
         self._ended = ended
-        self._held: dict[int, weakref.ref[Any]] = {}
+        self._held: dict[int, _Lease] = {}
+        # Weak: a feed that is dropped while batches are alive must be collected all the same.
+        self._me = weakref.ref(self)
 
     def take(self, slot: int, mapping: Any, start: int, size: int) -> Any:
         """Memory of a slot whose last reference ends the lease."""
         memory = (ctypes.c_char * size).from_buffer(mapping, start)
-        # The callback must not keep this object: a feed that is dropped with batches alive would never be collected.
-        tell = weakref.WeakMethod(self._over)
-
-        def over(_: Any) -> None:
-            if (method := tell()) is not None:
-                method(slot)
-
-        self._held[slot] = weakref.ref(memory, over)
+        lease = _Lease(memory, _over)
+        lease.slot = slot
+        lease.leases = self._me
+        self._held[slot] = lease
         return memory
 
-    def _over(self, slot: int) -> None:
+    def over(self, slot: int) -> None:
+        """The last view of this slot is gone."""
         self._held.pop(slot, None)
         self._ended(slot)
+
+
+def _over(lease: _Lease) -> None:
+    if (leases := lease.leases()) is not None:
+        leases.over(lease.slot)
 
 
 def rows_batch(layout: Layout, memory: Any, start: int, rows: int, texts: Texts, convert: Convert | None) -> list[Any]:

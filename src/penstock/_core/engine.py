@@ -25,7 +25,7 @@ from penstock._core import machine
 from penstock._core.batch import Leases
 from penstock._core.budget import format_bytes
 from penstock._core.crew import Crew
-from penstock._core.errors import BudgetError, LeaseError, LoadError, SpecError, WorkerLost, shown
+from penstock._core.errors import BudgetError, FeedClosed, LeaseError, LoadError, SpecError, WorkerLost, shown
 from penstock._core.layout import PAGE
 from penstock._core.ledger import Ledger
 from penstock._core.plan import Plan
@@ -92,11 +92,13 @@ class Engine:
         self._lock = threading.Lock()
         self._freed: deque[int] = deque()
         self._units: deque[Unit] = deque()
-        self._by_task: dict[int, tuple[Unit, Chunk, int]] = {}
+        self._by_task: dict[int, tuple[Unit, Chunk, int, int]] = {}  # ..., items, place of the first in the unit
         self._requests: deque[Reply] = deque()
         self._source: Iterator[Unit] | None = None
         self._prepared: deque[Unit] = deque()
         self._ahead = 0
+        # Without workers nothing is gained by loading ahead, and the caches are lost.
+        self._most_units = slots if plan.workers else 1
         self._next_task = 1
         self._next_batch = 0
         self._row_s = load_s
@@ -199,7 +201,7 @@ class Engine:
     def _fill(self, *, pull: bool) -> None:
         """Begin units while there are free slots; ``pull`` may call user code (a stream's iterator)."""
         ledger = self._ledger
-        while ledger.has_free and (unit := self._draw(pull)) is not None:
+        while ledger.has_free and len(self._units) < self._most_units and (unit := self._draw(pull)) is not None:
             if self.mode is Mode.FLOW and self._units and ledger.free < 2:
                 self._prepared.appendleft(unit)  # the last free slot belongs to the unit that is handed out next
                 break
@@ -235,7 +237,7 @@ class Engine:
             items = None if unit.items is None else unit.items[start : start + size]
             indices = unit.indices[start : start + size]
             task = Task(ident, chunk.slot, offset, capacity, start * self._each, unit.epoch, indices, items, unit.skip)
-            self._by_task[ident] = (unit, chunk, len(indices))
+            self._by_task[ident] = (unit, chunk, len(indices), start)
             self.crew.submit(task)
 
     def _chunk(self, tasks: Sequence[int]) -> Chunk:
@@ -256,12 +258,16 @@ class Engine:
         if reply.status is Status.MORE:
             self._requests.append(reply)
             if reply.body is not None:
-                unit, chunk, _ = self._by_task[reply.task]
+                unit, chunk, *_ = self._by_task[reply.task]
                 self._finish(unit, chunk, reply, last=False)
             self._answer_requests()
             return
-        unit, chunk, count = self._by_task.pop(reply.task)
+        unit, chunk, count, first = self._by_task.pop(reply.task)
         unit.open -= 1
+        if first:  # a worker knows the place of an item in its task only
+            reply.failures = tuple(f.moved(first) for f in reply.failures)
+            if isinstance(reply.body, Failure):
+                reply.body = reply.body.moved(first)
         if reply.status is Status.FAILED:
             if unit.failure is None or reply.body.ordinal < unit.failure.ordinal:
                 unit.failure = reply.body
@@ -294,7 +300,7 @@ class Engine:
         """Give room to workers that wait for it: to the unit that is handed out next before all others."""
         for _ in range(len(self._requests)):
             reply = self._requests.popleft()
-            unit, chunk, count = self._by_task[reply.task]
+            unit, chunk, *rest = self._by_task[reply.task]
             if all(unit is not live for live in self._units):  # cancelled
                 self._account(reply.task)
                 self.crew.grant(reply.worker, Grant(0, None, 0))
@@ -303,7 +309,7 @@ class Engine:
             elif self._ledger.free >= (1 if unit is self._units[0] else 2):
                 fresh = self._chunk([reply.task])
                 unit.chunks.append(fresh)
-                self._by_task[reply.task] = (unit, fresh, count)
+                self._by_task[reply.task] = (unit, fresh, rest[0], rest[1])
                 offset, capacity = self._regions[fresh.slot]
                 self.crew.grant(reply.worker, Grant(fresh.slot, offset, capacity))
             else:
@@ -405,10 +411,12 @@ class Engine:
         self._answer_requests()
 
     def _check(self, run: int) -> None:
+        if self._closed:
+            raise FeedClosed("the feed was closed: make a new one to go on")
         if run != self.run:
             raise LeaseError(
-                "this iteration was ended by a newer one over the same feed (or by close): one feed gives one "
-                "iteration at a time, because they share its slots; make a second Feed to iterate twice at once"
+                "this iteration was ended by a newer one over the same feed: one feed gives one iteration at a time, "
+                "because they share its slots; make a second Feed to iterate twice at once"
             )
 
     # ---- memory

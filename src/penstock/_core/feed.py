@@ -6,6 +6,7 @@ batches. Everything that works on its own is elsewhere: order, plan and ledger d
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -33,7 +34,7 @@ from penstock._core.fill import Failed
 from penstock._core.items import Picker, Stream, sort_out
 from penstock._core.layout import PAGE, Layout, slot_bytes
 from penstock._core.order import Order
-from penstock._core.plan import Footprint, Plan, Request, solve
+from penstock._core.plan import LEAN_WORKER_BYTES, Footprint, Plan, Request, solve
 from penstock._core.program import Into, Pad, Probe, Program, Retry
 from penstock._core.source import Source
 from penstock._core.spec import NAMESPACE, Cast, Spec, row_bytes
@@ -52,6 +53,8 @@ PACKED_SLACK: Final = 1.25
 # the order does not depend on it.
 WINDOW_SHARE: Final = 8
 WINDOW_MOST: Final = 2**20
+# Positions whose items are looked up at once: 64 KiB of indices, a tenth of the cost of doing it batch by batch.
+ORDER_BLOCK: Final = 8192
 # So many items in a row that are skipped mean that all will be.
 SKIPS_IN_A_ROW: Final = 100
 
@@ -95,6 +98,7 @@ class Feed:
         start_method: Literal["fork", "forkserver", "spawn"] | None = None,
     ) -> None:
         self._kind = sort_out(items, load)
+        self._source: Source | None = None if isinstance(self._kind, Picker | Stream) else self._kind
         self._engine: Engine | None = None
         self._plan: Plan | None = None
         _check_choice("executor", executor, ("process", "thread"))
@@ -281,7 +285,7 @@ class Feed:
         if self._is_empty():
             return Epoch(self, None, number, 0)
         if self._current is not None and (older := self._current()) is not None:
-            older.close()
+            older._give_back()  # not closed: whoever goes on with it is told by LeaseError, not by an early end
         self._next_epoch = number  # what the probe loads is what comes first
         try:
             self._prepare()
@@ -343,9 +347,15 @@ class Feed:
         order = self._order(epoch)
         end = len(order)
         if self._drop_last and self._program.mode is not Mode.FLOW and not self._program.skips:
-            end -= (end - position) % size
+            end -= (end - position) % (plan.batch_size // (self._each or 1))
+        # The order is computed for many positions at once: numpy's overhead is that of a batch, the work is not.
+        block = size * max(1, ORDER_BLOCK // size)
+        ahead = np.empty(0, np.int64)
         for start in range(position, end, size):
-            indices = order.indices(start, min(start + size, end))
+            at = (start - position) % block
+            if at == 0:
+                ahead = order.indices(start, min(start + block, end))
+            indices = ahead[at : at + size]
             yield Unit(epoch, start, indices, self._pick(indices), inside if start == position else 0)
 
     def _stream_units(self, stream: Stream, epoch: int, position: int, inside: int, size: int) -> Iterator[Unit]:
@@ -382,13 +392,13 @@ class Feed:
         if self._program.mode is Mode.FLOW:
             each = self._each or 1
             return max(1, self._plan.batch_size // each) if self._each is not None else 1
-        return self._plan.batch_size // (self._each or 1)
+        return self._plan.batch_size * self._plan.batches_per_slot // (self._each or 1)
 
     def _pick(self, indices: Any) -> list[Any] | None:
         if isinstance(self._kind, Picker):
             return self._kind(indices)
-        if isinstance(self._kind, Source) and self._program is not None and self._program.reader is None:
-            return self._kind.reader().read(indices)
+        if self._source is not None and self._program is not None and self._program.reader is None:
+            return self._source.reader().read(indices)
         return None
 
     # ---- getting ready
@@ -417,14 +427,14 @@ class Feed:
             engine = Engine(
                 crew, plan, mode=program.mode, slot_bytes=slot_size, samples_per_item=self._each, load_s=probe.load_s
             )
-            crew.start(probe.spec, plan.batch_size, plan.workers)
+            crew.start(probe.spec, plan.batch_size * plan.batches_per_slot, plan.workers)
         except BaseException:
             if crew is not None:
                 crew.close()
             raise
         self._plan = plan
         self._spec = probe.spec
-        self._layout = Layout.of(probe.spec, plan.batch_size)
+        self._layout = Layout.of(probe.spec, plan.batch_size * plan.batches_per_slot)
         self._trees = Trees()
         engine.stats = self._stats
         self._engine = engine
@@ -456,7 +466,9 @@ class Feed:
         """Some items of the epoch that comes next, with their indices."""
         if isinstance(self._kind, Stream):
             items = self._kind.peek(start, start + size)
-            return np.arange(start, start + len(items), dtype=np.int64), items
+            indices = np.arange(start, start + len(items), dtype=np.int64)
+            # Drawn from a window or dealt to ranks they come at other places: below 0 they are taken for none of them.
+            return ~indices if self._shuffle or self._world > 1 else indices, items
         start += self._resume[0]
         indices = self._order(self._next_epoch).indices(start, start + size)
         return indices, self._pick(indices) if len(indices) else None
@@ -466,7 +478,7 @@ class Feed:
         return len(dumps(items[0])) if items else 8
 
     def _make_program(self) -> Program:
-        source = self._kind if isinstance(self._kind, Source) else None
+        source = self._source
         travels = source is not None and source.in_memory and self._load is not None and self._in_processes()
         skips = self._on_error == "skip" or (isinstance(self._on_error, Retry) and self._on_error.then == "skip")
         divides = (
@@ -496,7 +508,7 @@ class Feed:
     def _make_crew(self, program: Program, workers: int | None) -> Crew:
         if workers == 0:
             return InlineCrew(program)
-        gathers_here = isinstance(self._kind, Source) and self._kind.in_memory and self._load is None
+        gathers_here = self._source is not None and self._source.in_memory and self._load is None
         if self._executor == "thread" or gathers_here:
             return ThreadCrew(program)
         from penstock._core.crew.processes import ProcessCrew
@@ -505,8 +517,8 @@ class Feed:
 
     def _probe_source(self) -> Probe:
         """A source knows the form of its samples; only reading from files has to be timed."""
-        source = self._kind
-        assert isinstance(source, Source)
+        source = self._source
+        assert source is not None
         spec = source.spec().cast(self._cast)
         seconds = 0.0
         if not source.in_memory and len(source):
@@ -542,6 +554,8 @@ class Feed:
             cores=machine.look().cores,
             whole=program.mode is Mode.WHOLE,
             staged=program.mode is Mode.FLOW,
+            # A stream may be slow or live: its batches are handed out one by one.
+            groups=program.mode is Mode.ROWS and not isinstance(self._kind, Stream),
             length=length,
         )
         try:
@@ -552,7 +566,7 @@ class Feed:
             # The window is a share of the budget, so what is left for the rest grows with it.
             least = -(-error.least * WINDOW_SHARE // (WINDOW_SHARE - 1) // PAGE) * PAGE + PAGE
             raise BudgetError(f"{error} (with the shuffle window: memory={least})", least=least) from None
-        return plan, slot_bytes(rows, plan.batch_size)
+        return plan, slot_bytes(rows, plan.batch_size * plan.batches_per_slot)
 
 
 class Epoch:
@@ -567,6 +581,7 @@ class Epoch:
         self._turn = threading.Lock()
         self._over = engine is None
         self._assembler = Assembler()
+        self._shared: _Shared | None = None
         self._put_by_units: list[Unit] = []
         self._segments: deque[list[int]] = deque()  # position, samples of it seen before, rows: of what was put by
 
@@ -583,6 +598,8 @@ class Epoch:
                 raise StopIteration
             try:
                 return self._next()
+            except StopIteration:
+                raise  # complete: what is read ahead belongs to the epoch that follows
             except BaseException:
                 self.close()
                 raise
@@ -594,10 +611,17 @@ class Epoch:
 
     def close(self) -> None:
         """Stop here: what was read ahead is dropped, items of a one-time stream are kept for the next epoch."""
-        self._over = True
+        if not self._over:  # one that is complete shares its run with the epoch that follows
+            self._over = True
+            self._give_back()
+
+    def _give_back(self) -> None:
         if self._engine is not None:
             self._feed._take_back([*self._put_by_units, *self._engine.stop(self._run)])
             self._put_by_units.clear()
+            self._shared = None
+            self._assembler = Assembler()
+            self._segments.clear()
 
     @property
     def done(self) -> bool:
@@ -608,6 +632,10 @@ class Epoch:
         feed, engine = self._feed, self._engine
         assert engine is not None
         size = engine.plan.batch_size
+        if self._shared is not None:
+            if engine.run == self._run:
+                return self._slice(size)
+            self._shared = None
         while len(self._assembler) < size:
             found = engine.next_chunk(self._run, self.number)
             if found is None:
@@ -634,10 +662,28 @@ class Epoch:
         if lease is not None:
             leaves = rows_batch(feed._layout, *lease, chunk.rows, texts, feed._door)
         else:
-            leaves = rows_batch(feed._layout, *engine.peek(chunk), chunk.rows, texts, feed._copying)
-            engine.release(chunk)
+            leaves = rows_batch(feed._layout, *engine.peek(chunk), chunk.rows, texts, None)
+        row_size = nbytes_of(leaves) // chunk.rows
+        self._shared = _Shared(leaves, row_size, chunk.rows, unit.start, chunk if lease is None else None)
+        return self._slice(engine.plan.batch_size)
+
+    def _slice(self, size: int) -> Any:
+        """The next of the batches that lie in one slot; mostly there is one."""
+        feed, shared = self._feed, self._shared
+        assert shared is not None and self._engine is not None
+        at = shared.at
+        rows = min(size, shared.rows - at)
+        leaves = shared.leaves if rows == shared.rows else [leaf[at : at + rows] for leaf in shared.leaves]
+        shared.at = at + rows
+        if shared.copy_of is not None:
+            leaves = [leaf if isinstance(leaf, list) else feed._copying(leaf) for leaf in leaves]
             feed._note_copy()
-        self._note(unit, chunk.rows, nbytes_of(leaves))
+        if shared.at == shared.rows:
+            self._shared = None
+            if shared.copy_of is not None:
+                self._engine.release(shared.copy_of)
+        feed._cursor = (self.number, shared.start + shared.at // (feed._each or 1), 0)
+        feed._count(rows, rows * shared.row_bytes)
         return feed._spec.build(leaves)
 
     def _collated(self, unit: Unit, chunk: Chunk) -> Any:
@@ -733,6 +779,19 @@ class Epoch:
                 f"was {shown(item)}: {type(last).__name__}: {last}",
                 item=item,
             ) from last
+
+
+@dataclasses.dataclass(slots=True)
+class _Shared:
+    """A slot that holds several batches, and how far they have been handed out."""
+
+    leaves: list[Any]
+    row_bytes: int
+    rows: int
+    start: int
+    copy_of: Chunk | None
+    """The chunk to copy from and release at the end, where it could not be leased."""
+    at: int = 0
 
 
 def _chosen(leaf: Any, good: list[int], rows: int) -> Any:

@@ -103,6 +103,12 @@ class Filler:
 
         None when none of them gives a sample: all are empty, or failed and are to be skipped.
         """
+        try:
+            return self._probe(task, gauge)
+        finally:
+            context.leave()
+
+    def _probe(self, task: Task, gauge: Gauge) -> Probe | None:
         program = self.program
         items = self._items(task)
         idle = gauge.idle_bytes()
@@ -123,11 +129,11 @@ class Filler:
                 spec = Spec.of(sample, cast=program.cast if program.collate is None else None, item=item)
             if program.collate is not None:
                 packed = max(packed, _packed_bytes(flatten(program.collate([sample]))[0]))
-            if program.samples_per_item == 1 and program.mode is Mode.ROWS and not isinstance(program.load, Into):
+            fixed = program.samples_per_item == 1 and program.mode is Mode.ROWS and task.indices[ordinal] >= 0
+            if fixed and not isinstance(program.load, Into):
                 self._kept[task.epoch, int(task.indices[ordinal])] = sample
             if time.perf_counter() - began > PROBE_S:
                 break
-        context.leave()
         if spec is None:
             return None
         # The median: the first load may import things, and any may be interrupted.

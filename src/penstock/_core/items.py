@@ -32,9 +32,10 @@ class Picker:
     def __call__(self, indices: npt.NDArray[np.int64]) -> list[Any]:
         """The items at these places."""
         if self._array:
-            # One gather, and plain Python values where there are some: they are smaller in a message.
+            # One gather, and plain Python values where there are some: they are smaller in a message. Dates and records
+            # would become something else.
             picked = self._items[indices]
-            return list(picked) if picked.ndim > 1 or picked.dtype.hasobject else picked.tolist()
+            return picked.tolist() if picked.ndim == 1 and picked.dtype.kind in "biufcSU" else list(picked)
         items = self._items
         return [items[i] for i in indices.tolist()]
 
@@ -46,9 +47,11 @@ class Stream:
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items
-        # An iterator gives its items once: a further epoch goes on where the last one stopped.
-        self._once = iter(items) is items
-        self._raw = iter(items) if self._once else None
+        # An iterator gives its items once: a further epoch goes on where the last one stopped. So does something that
+        # hands out the same iterator every time.
+        first = iter(items)
+        self._once = first is items or first is iter(items)
+        self._raw = first if self._once else None
         self._peeked: deque[Any] = deque()
         self._back: deque[Any] = deque()
         self._flow: Iterator[Any] | None = None

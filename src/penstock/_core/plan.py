@@ -58,6 +58,11 @@ STEADY_SLOTS: Final = 3  # the consumer lets go of a batch only after it took th
 WANTED_SLOTS: Final = 4  # and one in reserve for items that take longer than others
 MOST_SLOTS: Final = 8
 CHEAP_SLOTS_BYTES: Final = 4 * 2**20  # slots up to this much in all are not worth saving
+# Small batches share a slot, so that a task, a message and a lease serve several of them: up to this many, and as long
+# as filling such a slot takes no longer than a consumer would notice.
+MOST_GROUP: Final = 16
+GROUPED_BYTES: Final = 8 * 2**20  # of all slots together: a slot stays about as large as a core's cache
+GROUP_S: Final = 1e-3
 DEVICE_BUFFERS: Final = 2  # one that is computed on, one that is copied into
 MOST_ROWS: Final = 2**31 - 1  # so that a row's number fits 32 bits anywhere, and a search for the largest batch ends
 
@@ -133,6 +138,8 @@ class Request:
     """Samples in all, if that is known."""
     cache: bool = False
     """Keep loaded samples in what the budget leaves."""
+    groups: bool = False
+    """Small batches may share a slot."""
 
     def __post_init__(self) -> None:
         if self.memory <= 0:
@@ -162,7 +169,9 @@ class Plan:
     batch_bytes: int
     """Bytes of one batch, which is one slot: its samples, each array page-aligned."""
     slots: int
-    """How many batches are held at once: filling, ready, and in the consumer's hands."""
+    """How many are held at once: filling, ready, and in the consumer's hands."""
+    batches_per_slot: int
+    """1, or more where batches are so small that they share a slot."""
     staging_slots: int
     """Slots in which samples wait whose items give varying numbers of them."""
     arena_bytes: int
@@ -195,10 +204,12 @@ class Plan:
 
     def __str__(self) -> str:
         """A table of the parts, their number, and what share of the budget they take; then the notes."""
-        cached = self.held_samples - self.slots * self.batch_size
+        cached = self.held_samples - self.slots * self.batches_per_slot * self.batch_size
+        slot = self.arena_bytes // max(1, self.slots + self.staging_slots)
+        many = "one batch" if self.batches_per_slot == 1 else f"{self.batches_per_slot} batches"
         parts = [
-            ("slots, one batch each", self.slots, self.batch_bytes, self.slots * self.batch_bytes),
-            ("staging slots", self.staging_slots, self.batch_bytes, self.staging_slots * self.batch_bytes),
+            (f"slots, {many} each", self.slots, slot, self.slots * slot),
+            ("staging slots", self.staging_slots, slot, self.staging_slots * slot),
             (f"workers, one {self.executor} each", self.workers, self.worker_bytes, self.workers * self.worker_bytes),
             ("template process", int(self.template_bytes > 0), self.template_bytes, self.template_bytes),
             ("this process", 1, self.parent_bytes, self.parent_bytes),
@@ -245,6 +256,8 @@ def solve(request: Request, footprint: Footprint) -> Plan:
     if rung is None:
         raise _does_not_fit(costs, wanted)
     workers, slots = rung
+    if request.groups:
+        costs = _grouped(costs, workers, slots)
     total = costs.total(workers, slots)
     cached = 0
     if request.cache and footprint.sample_bytes:
@@ -258,6 +271,7 @@ def solve(request: Request, footprint: Footprint) -> Plan:
         batch_bytes=costs.batch,
         slots=slots,
         staging_slots=slots if request.staged else 0,
+        batches_per_slot=costs.group,
         arena_bytes=costs.arena(slots),
         workers=workers,
         worker_bytes=costs.worker() if workers else 0,
@@ -265,7 +279,7 @@ def solve(request: Request, footprint: Footprint) -> Plan:
         template_bytes=costs.template(workers),
         parent_bytes=costs.parent(workers, slots),
         cache_bytes=cache_bytes,
-        held_samples=slots * rows + cached,
+        held_samples=slots * costs.group * rows + cached,
         device_memory=request.device_memory,
         total_bytes=total + cache_bytes,
         notes=tuple(_notes(costs, (wanted, why), rung, cached=cached)),
@@ -280,13 +294,16 @@ class _Costs:
     footprint: Footprint
     rows: int
     batch: int
+    group: int = 1
+    """Batches a slot."""
 
     @classmethod
     def of(cls, request: Request, footprint: Footprint, rows: int) -> _Costs:
         return cls(request, footprint, rows, slot_bytes(footprint.leaf_row_bytes, rows))
 
     def arena(self, slots: int) -> int:
-        return (2 * slots if self.request.staged else slots) * self.batch
+        slot = self.batch if self.group == 1 else slot_bytes(self.footprint.leaf_row_bytes, self.group * self.rows)
+        return (2 * slots if self.request.staged else slots) * slot
 
     def load(self) -> int:
         """What whoever loads holds: one load, or where batches are collated whole, all samples and the result too."""
@@ -296,14 +313,15 @@ class _Costs:
         return self.footprint.process_bytes if self.request.executor == "process" else THREAD_BYTES
 
     def worker(self) -> int:
-        # The identities of a task: at most those of a batch.
-        return self.idle() + self.load() + self.rows * self.footprint.item_bytes
+        # The identities of a task: at most those of a slot.
+        return self.idle() + self.load() + self.group * self.rows * self.footprint.item_bytes
 
     def template(self, workers: int) -> int:
         return self.footprint.template_bytes if workers and self.request.executor == "process" else 0
 
     def parent(self, workers: int, slots: int) -> int:
-        return PARENT_BYTES + slots * self.rows * self.footprint.item_bytes + (0 if workers else self.load())
+        identities = slots * self.group * self.rows * self.footprint.item_bytes
+        return PARENT_BYTES + identities + (0 if workers else self.load())
 
     def total(self, workers: int, slots: int) -> int:
         crew = workers * self.worker() + self.template(workers)
@@ -315,9 +333,9 @@ class _Costs:
 
     def wanted_slots(self, workers: int) -> int:
         """So many that no worker runs dry while the consumer holds two and one is ready."""
+        free = min(WANTED_SLOTS if self.request.groups else MOST_SLOTS, CHEAP_SLOTS_BYTES // max(1, self.batch))
         if workers == 0:
-            return STEADY_SLOTS
-        free = min(MOST_SLOTS, CHEAP_SLOTS_BYTES // max(1, self.batch))
+            return max(STEADY_SLOTS, free)
         return max(WANTED_SLOTS, free, STEADY_SLOTS + ceil(workers / self.fillers()))
 
     def fewest_slots(self, workers: int) -> int:
@@ -354,6 +372,20 @@ def _ladder(costs: _Costs, wanted: int) -> Iterator[tuple[int, int]]:
         fewest = costs.fewest_slots(workers) if asked is None else FEWEST_SLOTS
         for slots in range(costs.wanted_slots(workers), fewest - 1, -1):
             yield workers, slots
+
+
+def _grouped(costs: _Costs, workers: int, slots: int) -> _Costs:
+    """The same costs with as many batches in a slot as are cheap in memory and in time."""
+    request = costs.request
+    most = MOST_GROUP if request.length is None else min(MOST_GROUP, request.length // (costs.rows * FEWEST_SLOTS))
+
+    def fits(group: int) -> bool:
+        if group > 1 and group * costs.rows * costs.footprint.load_s > GROUP_S:
+            return False
+        larger = replace(costs, group=group)
+        return larger.arena(slots) <= GROUPED_BYTES and larger.total(workers, slots) <= request.memory
+
+    return replace(costs, group=max(1, _last(fits, max(1, most))))
 
 
 def _least(costs: _Costs, wanted: int) -> int:

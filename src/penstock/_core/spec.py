@@ -90,6 +90,11 @@ class Spec:
                 )
             shape, dtype = value
             stored = to_dtype(dtype)
+            if stored.hasobject or stored.itemsize == 0 or any(n < 0 for n in shape):
+                raise SpecError(
+                    f"{shown(value)} at {path or 'the top'} of the spec cannot lie in shared memory: sizes are 0 or more, "
+                    "and the dtype one of numbers, booleans, dates or texts of a fixed length"
+                )
             leaves.append(Leaf(path, "array", tuple(map(int, shape)), stored, stored))
         if not leaves:
             raise SpecError("the spec has no leaves: give at least one (shape, dtype) pair")
@@ -112,12 +117,16 @@ class Spec:
         try:
             return self.tree.flatten_up_to(sample)
         except (ValueError, TypeError):
-            _, tree = flatten(sample)
-            raise SpecError(
-                f"the sample of {shown(item)} has the form {tree}, but the first sample had {self.tree}: "
-                "load must return the same tree for every item",
-                item=item,
-            ) from None
+            raise self.other_tree(sample, item) from None
+
+    def other_tree(self, sample: Any, item: Any) -> SpecError:
+        """The error for a sample whose tree is not that of the first one."""
+        _, tree = flatten(sample)
+        return SpecError(
+            f"the sample of {shown(item)} has the form {_form(tree)}, but the first sample had {_form(self.tree)} (a * is an "
+            "array, a number or a text): load must return the same tree for every item",
+            item=item,
+        )
 
     def build(self, leaves: Sequence[Any]) -> Any:
         """The tree with these leaves."""
@@ -164,13 +173,18 @@ def flatten(sample: Any) -> tuple[list[Any], optree.PyTreeSpec]:
 
 def register_dataclass(cls: type[Any]) -> None:
     """Make instances of a dataclass nodes of trees, here and now; twice is harmless."""
-    names = tuple(f.name for f in dataclasses.fields(cls) if f.init)
+    names = tuple(f.name for f in dataclasses.fields(cls))
+
+    def build(_: Any, children: Any) -> Any:
+        # Not through __init__: a __post_init__ that checks or changes a sample was not written for a batch.
+        made = cls.__new__(cls)
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(made, name, child)
+        return made
+
     try:
         optree.register_pytree_node(
-            cls,
-            lambda value: ([getattr(value, n) for n in names], None, names),
-            lambda _, children: cls(**dict(zip(names, children, strict=True))),
-            namespace=NAMESPACE,
+            cls, lambda value: ([getattr(value, n) for n in names], None, names), build, namespace=NAMESPACE
         )
     except ValueError:  # registered already, by another feed
         return
@@ -227,7 +241,7 @@ def as_array(value: Any, *, path: str = "", item: Any = None) -> Array:
             "return .filled(value), or data and mask as two arrays",
             item=item,
         )
-    if array.dtype.hasobject:
+    if array.dtype.hasobject or array.dtype.itemsize == 0:
         raise SpecError(
             f"the sample of {shown(item)} has a {type(value).__name__} ({shown(value, 80)}) at {path or 'the top'}, "
             "which cannot lie in shared memory: return arrays, numbers, strings, bytes, or tuples, lists or dicts "
@@ -266,6 +280,10 @@ def _is_declared_leaf(value: Any) -> bool:
     return True
 
 
+def _form(tree: optree.PyTreeSpec) -> str:
+    return str(tree).removeprefix("PyTreeSpec(").removesuffix(")").removesuffix(f", namespace={NAMESPACE!r}")
+
+
 def _paths(tree: optree.PyTreeSpec) -> list[str]:
     return [".".join(map(str, path)) for path in tree.paths()]
 
@@ -301,25 +319,35 @@ def _cast(leaves: tuple[Leaf, ...], cast: Cast) -> tuple[Leaf, ...]:
             )
     else:
         target = to_dtype(cast)
-        numbers = [leaf for leaf in leaves if leaf.kind == "array" and leaf.dtype.kind != "b"]
+        numbers = [
+            leaf for leaf in leaves if leaf.kind == "array" and (leaf.dtype.kind in "iu" or is_floating(leaf.dtype))
+        ]
         if is_floating(target):
             # Labels stay what they are when there is anything else to make smaller.
             numbers = [leaf for leaf in numbers if is_floating(leaf.dtype)] or numbers
         targets = {leaf.path: target for leaf in numbers}
+    for leaf in leaves:
+        if leaf.dtype.kind == "c" and targets.get(leaf.path, leaf.dtype).kind != "c":
+            raise SpecError(
+                f"cast={targets[leaf.path].name!r} would drop the imaginary part of {leaf.path or 'the sample'} "
+                f"({leaf.dtype.name}): return .real from load, or real and imaginary part as two arrays"
+            )
     return tuple(dataclasses.replace(leaf, stored=targets.get(leaf.path, leaf.stored)) for leaf in leaves)
 
 
 def store(out: Array, value: Array, leaf: Leaf, item: Any) -> None:
     """Write a value into its place, cast on the way; floats may lose precision, an integer never changes."""
     stored = leaf.stored
-    np.copyto(out, value, casting="unsafe")
     if is_floating(leaf.dtype) and is_floating(stored):
+        np.copyto(out, value, casting="unsafe")
         return
-    if np.can_cast(leaf.dtype, stored, "safe") and not is_floating(stored):
-        return
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):  # what these would warn of is found below
+        np.copyto(out, value, casting="unsafe")
+        if np.can_cast(leaf.dtype, stored, "safe") and not is_floating(stored):
+            return
         same = np.array_equal(out.astype(leaf.dtype), value)
-    if not same:
+    # The smallest integer becomes -inf, and that becomes the smallest integer again.
+    if not same or (is_floating(stored) and not np.isfinite(out).all()):
         low, high = value.min(), value.max()
         raise SpecError(
             f"the sample of {shown(item)} has values from {low} to {high} at {leaf.path or 'the top'}, which cast="

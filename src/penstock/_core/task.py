@@ -84,6 +84,10 @@ class Failure:
     error: BaseException
     trace: str
 
+    def moved(self, places: int) -> Failure:
+        """The same failure, counted from so many places earlier."""
+        return Failure(self.ordinal + places, self.error, self.trace)
+
 
 @dataclasses.dataclass(slots=True)
 class Reply:

@@ -41,7 +41,10 @@ MOST_WORKERS: Final = CONTROL_BYTES // RECORD_BYTES
 DEATHS_AN_ITEM: Final = 2
 # Workers that die one after the other without ever finishing a task: something is wrong with all of them.
 FRUITLESS_DEATHS: Final = 5
+# So many items of one task that kill their worker mean that all of them do.
+BARRED_A_TASK: Final = 100
 CLOSE_S: Final = 5.0
+PROBE: Final = 0  # the id of the probe's task; those of the engine begin at 1
 
 
 class ProcessCrew:
@@ -63,10 +66,11 @@ class ProcessCrew:
         self._setup: bytes | None = None
         self._outstanding: dict[int, Task] = {}
         self._backlog: deque[Task] = deque()
-        self._asked: set[int] = set()
         self._waiting: dict[int, int] = {}  # worker -> task for which it waits for a grant
+        self._parked: set[int] = set()  # tasks whose worker died while it waited: they have no room before the grant
         self._suspects: set[int] = set()
         self._pings: set[int] = set()
+        self._round = 0
         self._deaths: Counter[tuple[int, int]] = Counter()
         self._fruitless = 0
         self._events: deque[Reply] = deque()
@@ -77,15 +81,22 @@ class ProcessCrew:
         self._process: subprocess.Popen[bytes] | None = None
         self._template_pid = 0
         self._template_fd = -1
-        self._open_template()
-        self._make(0)
+        self._orders: Channel | None = None
+        self._broken: PenstockError | None = None
+        self._closed = False
+        try:
+            self._open_template()
+            self._make(0)
+        except BaseException:
+            self.close()
+            raise
 
     # ---- the interface
 
     def probe(self, task: Task) -> Probe | None:
         """Have worker 0 load a few items; what it loaded is used again when their turn comes."""
-        self._owns[0].send(cloudpickle.dumps(("probe", task)))
         self._outstanding[task.id] = task
+        self._send_probe()
         while True:
             self.wait()
             for reply in self.take():
@@ -118,24 +129,36 @@ class ProcessCrew:
             self._outstanding.pop(task, None)
         return taken
 
-    def grant(self, worker: int, grant: Grant) -> None:
-        """Let a worker that waits go on."""
-        task = self._waiting.pop(worker, None)
-        if task is None:  # it died meanwhile; the task is being done again from its start
+    def grant(self, request: Reply, grant: Grant) -> None:
+        """Let the worker that waits go on, or another in its place if it died."""
+        task = self._outstanding[request.task]
+        if grant.offset is not None:
+            task.slot, task.offset, task.capacity = grant.slot, grant.offset, grant.capacity
+        if task.id not in self._parked:
+            del self._waiting[request.worker]
+            with contextlib.suppress(OSError):  # it died: told by the template
+                self._owns[request.worker].send(pickle.dumps(("grant", grant)))
             return
-        if grant.offset is not None and task in self._outstanding:
-            again = self._outstanding[task]
-            again.slot, again.offset, again.capacity = grant.slot, grant.offset, grant.capacity
-        with contextlib.suppress(OSError):  # it died: told by the template
-            self._owns[worker].send(pickle.dumps(("grant", grant)))
+        self._parked.remove(task.id)
+        if grant.offset is not None:
+            self._backlog.appendleft(task)
+            self._flush()
+        else:
+            del self._outstanding[task.id]
+            self._events.append(Reply(task.id, request.worker, Status.DONE))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until a worker or the template has something to say, or a task can be sent that could not be before."""
+        if self._events or self._broken:
+            return
         poller = self._poller_out if self._backlog else self._poller
         poller.poll(None if timeout_s is None else timeout_s * 1000)
 
     def take(self) -> list[Reply]:
         """The replies that are there now; deaths are dealt with on the way."""
+        if self._broken:
+            raise self._broken
+        assert self._orders is not None
         self._flush()
         self._read_replies()
         # One poll tells all three apart without waiting; it costs about a microsecond.
@@ -150,23 +173,24 @@ class ProcessCrew:
 
     def pids(self) -> list[int]:
         """The template and its workers."""
-        return [self._template_pid, *self._pids.values()] if self._template_pid else []
+        return [self._template_pid, *self._pids.values()] if self._template_fd >= 0 else []
 
     def close(self) -> None:
         """Stop template and workers; when this returns they are gone."""
-        if self._template_pid == 0:
+        if self._closed:
             return
-        if os.getpid() == self._owner:
-            with contextlib.suppress(OSError):
-                self._orders.send_with_fd(pickle.dumps(("close",)))
-            for own in self._owns.values():
+        self._closed = True
+        if self._orders is not None:
+            if os.getpid() == self._owner:
                 with contextlib.suppress(OSError):
-                    own.send(pickle.dumps(("stop",)), wait=False)
-            self._reap_template(CLOSE_S)
-        for channel in (*self._owns.values(), self._orders, self._tasks, self._queue, self._replies, self._replies_out):
+                    self._orders.send_with_fd(pickle.dumps(("close",)))
+                for own in self._owns.values():
+                    with contextlib.suppress(OSError):
+                        own.send(pickle.dumps(("stop",)), wait=False)
+                self._reap_template(CLOSE_S)
+            self._forget_template()
+        for channel in (*self._owns.values(), self._tasks, self._queue, self._replies, self._replies_out):
             channel.close()
-        os.close(self._template_fd)
-        self._template_pid = 0
         self._pids.clear()
         self._outstanding.clear()
         self._backlog.clear()
@@ -175,7 +199,7 @@ class ProcessCrew:
     # ---- template and workers
 
     def _open_template(self) -> None:
-        self._orders, theirs = pair()
+        orders, theirs = pair()
         birth: dict[str, Any] = {
             "parent": self._owner,
             "orders": theirs.fileno(),
@@ -189,23 +213,33 @@ class ProcessCrew:
         if self._method == "fork":
             self._template_pid = os.fork()
             if self._template_pid == 0:
-                self._be_template(birth, theirs)
+                self._be_template(birth, orders, theirs)
         else:
             self._process = template.start_interpreter("penstock._core.template", birth, keep)
             self._template_pid = self._process.pid
         theirs.close()
         self._template_fd = os.pidfd_open(self._template_pid)
+        self._orders = orders
         for poller in (self._poller, self._poller_out):
-            poller.register(self._orders, select.POLLIN)
+            poller.register(orders, select.POLLIN)
             poller.register(self._template_fd, select.POLLIN)
 
-    def _be_template(self, birth: dict[str, Any], orders: Channel) -> None:
+    def _be_template(self, birth: dict[str, Any], ours: Channel, theirs: Channel) -> None:
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            self._orders.close()
-            template.serve(self._program, birth, orders, self._queue, self._replies_out)
+            ours.close()
+            template.serve(self._program, birth, theirs, self._queue, self._replies_out)
         finally:
             leave(0)
+
+    def _forget_template(self) -> None:
+        assert self._orders is not None
+        for poller in (self._poller, self._poller_out):
+            poller.unregister(self._orders)
+            poller.unregister(self._template_fd)
+        self._orders.close()
+        os.close(self._template_fd)
+        self._orders, self._template_fd = None, -1
 
     def _make(self, number: int) -> None:
         mine, theirs = pair()
@@ -215,9 +249,16 @@ class ProcessCrew:
         RECORD.pack_into(self._control, self._control_at + number * RECORD_BYTES, 0, 0, 0.0)
         if self._setup is not None:
             mine.send(self._setup)
+        elif PROBE in self._outstanding:
+            self._send_probe()
+        assert self._orders is not None
         with contextlib.suppress(OSError):  # the template died: told by its pidfd
             self._orders.send_with_fd(pickle.dumps(("make", number)), theirs.fileno())
         theirs.close()
+
+    def _send_probe(self) -> None:
+        with contextlib.suppress(OSError):  # it died: told by the template, and the next worker gets it
+            self._owns[0].send(cloudpickle.dumps(("probe", self._outstanding[PROBE])))
 
     def _reap_template(self, timeout_s: float | None) -> int:
         """Wait until the template is gone, by force if it takes too long; its exit code."""
@@ -249,8 +290,9 @@ class ProcessCrew:
 
     def _take(self, reply: Reply) -> None:
         if reply.status is Status.PONG:
-            self._pings.discard(reply.worker)
-            self._resolve_suspects()
+            if reply.task == self._round:  # an answer to an earlier question says nothing about what came since
+                self._pings.discard(reply.worker)
+                self._resolve_suspects()
             return
         if reply.status is Status.ABSENT:
             raise self._cannot_start(reply.body.error, reply.body.trace)
@@ -271,7 +313,7 @@ class ProcessCrew:
         self._events.append(reply)
 
     def _read_notices(self) -> None:
-        while True:
+        while self._orders is not None:
             try:
                 data = self._orders.receive(wait=False)
             except BlockingIOError:
@@ -296,35 +338,40 @@ class ProcessCrew:
     def _died(self, number: int, code: int) -> None:
         """A worker is gone for good: what it held is given to another, and so is its place."""
         self._pids.pop(number, None)
-        self._waiting.pop(number, None)
+        waiting = self._waiting.pop(number, None)
         self._pings.discard(number)
         held, ordinal, _ = RECORD.unpack_from(self._control, self._control_at + number * RECORD_BYTES)
         self._fruitless += 1
-        if held == 0:
-            self._look_for_lost()
+        if waiting is not None:
+            self._parked.add(waiting)
+        elif held == 0:
+            self._look_for_lost(number)
         elif held - 1 in self._outstanding:
             self._again(held - 1, ordinal, code)
-        if self._fruitless > FRUITLESS_DEATHS + 2 * len(self._owns):
-            raise WorkerLost(
-                f"{self._fruitless} workers died in a row without finishing anything, the last with {manner(code)}: "
-                "run with num_workers=0 to see what happens in load",
-                exitcode=code,
-            )
         self.restarts += 1
         self._make(number)
         self._resolve_suspects()
+        if self._fruitless > FRUITLESS_DEATHS + 2 * len(self._owns):
+            count, self._fruitless = self._fruitless, 0
+            raise WorkerLost(
+                f"{count} workers died in a row without finishing anything, the last with {manner(code)}: "
+                "run with num_workers=0 to see what happens in load",
+                exitcode=code,
+            )
 
     def _again(self, ident: int, ordinal: int, code: int) -> None:
         task = self._outstanding[ident]
         self._deaths[ident, ordinal] += 1
-        if self._deaths[ident, ordinal] < DEATHS_AN_ITEM:
-            self._backlog.appendleft(task)
+        barred = self._deaths[ident, ordinal] >= DEATHS_AN_ITEM
+        if barred and self._program.skips and self._program.load is not None and len(task.barred) < BARRED_A_TASK:
+            task.barred = (*task.barred, ordinal)
+            self._fruitless = 0  # one item fewer to try
+            barred = False
+        if not barred:
+            if ident != PROBE:  # worker 0 is told again when it is made
+                self._backlog.appendleft(task)
             return
         error = self._lost_error(task, ordinal, code)
-        if self._program.skips and self._program.load is not None:
-            task.barred = (*task.barred, ordinal)
-            self._backlog.appendleft(task)
-            return
         del self._outstanding[ident]
         self._events.append(Reply(ident, 0, Status.FAILED, body=Failure(ordinal, error, "")))
 
@@ -347,19 +394,21 @@ class ProcessCrew:
             exitcode=code,
         )
 
-    def _look_for_lost(self) -> None:
+    def _look_for_lost(self, dead: int) -> None:
         """A worker died with an empty record: perhaps it had just taken a task."""
         for data in self._drained():
             self._backlog.append(self._outstanding[data])
         held = self._held()
         waiting = {task.id for task in self._backlog}
-        self._suspects = self._outstanding.keys() - held - waiting
+        self._suspects = self._outstanding.keys() - held - waiting - {PROBE}
         if not self._suspects:
             return
-        self._pings = set(self._pids)
-        for number in list(self._pings):
+        # All, also those of whose birth the template has not told yet: they may have taken a task already.
+        self._pings = self._owns.keys() - {dead}
+        self._round += 1
+        for number in self._pings:
             with contextlib.suppress(OSError):
-                self._owns[number].send(pickle.dumps(("ping", 0)))
+                self._owns[number].send(pickle.dumps(("ping", self._round)))
         self._resolve_suspects()
 
     def _drained(self) -> list[int]:
@@ -373,8 +422,8 @@ class ProcessCrew:
         return [task for task in drained if task in self._outstanding]
 
     def _held(self) -> set[int]:
-        held = set(self._waiting.values())
-        for number in self._pids:
+        held = {*self._waiting.values(), *self._parked}
+        for number in self._owns:
             task, _, _ = RECORD.unpack_from(self._control, self._control_at + number * RECORD_BYTES)
             if task:
                 held.add(task - 1)
@@ -391,27 +440,24 @@ class ProcessCrew:
         """Everything below the template is gone with it; begin again with a new one."""
         code = self._reap_template(None)
         self._read_replies()
-        for poller in (self._poller, self._poller_out):
-            poller.unregister(self._orders)
-            poller.unregister(self._template_fd)
-        self._orders.close()
-        os.close(self._template_fd)
+        self._forget_template()
         _wait_until_gone(list(self._pids.values()))
         self._read_replies()
         self._fruitless += 1
         if not self._pids or self._fruitless > FRUITLESS_DEATHS:
-            self._template_pid, self._template_fd = 0, os.open(os.devnull, os.O_RDONLY)
-            raise WorkerLost(
+            self._broken = WorkerLost(
                 f"the process that makes workers died with {manner(code)} before it could: see what it printed above",
                 exitcode=code,
             )
+            raise self._broken
         numbers = sorted(self._owns)
         self._pids.clear()
+        self._parked.update(self._waiting.values())
         self._waiting.clear()
         self._suspects.clear()
         self._pings.clear()
         self._drained()
-        self._backlog = deque(self._outstanding.values())
+        self._backlog = deque(t for t in self._outstanding.values() if t.id != PROBE and t.id not in self._parked)
         self.restarts += len(numbers)
         self._open_template()
         for number in numbers:
