@@ -24,6 +24,8 @@ __all__ = ["as_html", "as_json", "as_text", "write"]
 Cells = Sequence[str]
 
 _STATUS: Final = {"wrong": "! WRONG CONTENT"}
+# Rounds that differ by more say that something else ran on the machine.
+_NOISY: Final = 0.15
 _JUDGED: Final = {"wrong": "gave wrong content", "timeout": "did not end", "skipped": "was skipped"}
 
 
@@ -133,6 +135,20 @@ def _tables(results: Results) -> list[_Table]:
     return tables
 
 
+def _doubt(*summaries: Summary) -> str:
+    """What makes a ratio of these medians weak evidence; empty when nothing does."""
+    if min(summary.rounds for summary in summaries) < 3:
+        return " (fewer than 3 rounds)"
+    for summary in summaries:
+        assert summary.samples_per_s is not None
+        assert summary.low is not None
+        assert summary.high is not None
+        off = max(1 - summary.low / summary.samples_per_s, summary.high / summary.samples_per_s - 1)
+        if off > _NOISY:
+            return f" (but {summary.contender} varied by {off:.0%})"
+    return ""
+
+
 def _claims(results: Results) -> list[tuple[Claim, float | None, str]]:
     """Each claim about what was asked for, with the ratio that was found and what it proves."""
     found = {(summary.workload, summary.contender): summary for summary in results.summaries}
@@ -149,7 +165,7 @@ def _claims(results: Results) -> list[tuple[Claim, float | None, str]]:
         if bad is not None or ratio is None:
             verdict = f"not judged, {bad.contender} {_JUDGED.get(bad.status, bad.status)}" if bad else "not judged"
         else:
-            verdict = "holds" if ratio >= claim.ratio else "DOES NOT HOLD"
+            verdict = ("holds" if ratio >= claim.ratio else "DOES NOT HOLD") + _doubt(ours, other)
         judged.append((claim, ratio, verdict))
     return judged
 
@@ -165,8 +181,9 @@ def _about(results: Results) -> list[str]:
     return [
         f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}, Python {machine['python']}, {packages}",
         (
-            f"{machine['date']}; at most {setup.rounds} rounds, {setup.memory_rounds} for memory, "
-            f"{setup.workers} workers, budget {setup.budget_bytes / 2**20:.0f} MiB, seed {setup.seed}, {results.took_s:.0f} s"
+            f"{machine['date']}; at most {setup.rounds} rounds, {setup.memory_rounds} for memory; "
+            f"{setup.workers} workers, budget {setup.budget_bytes / 2**20:.0f} MiB, seed {setup.seed}; "
+            f"{results.took_s:.0f} s"
         ),
     ]
 

@@ -9,7 +9,6 @@ while anything refers to it. Threads and the parent itself work on the same clas
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 from typing import Any, Final
@@ -34,6 +33,8 @@ class Arena:
         self._windows: list[tuple[int, int, mmap.mmap]] = []  # start, end, mapping
         self._owner = fd is None
         if shared and fd is None:
+            import fcntl  # here, because Windows has none and needs the rest of this file
+
             fd = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self.fd = fd

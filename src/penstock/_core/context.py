@@ -13,7 +13,7 @@ import numpy as np
 from penstock._core.errors import PenstockError
 from penstock._core.order import rng_for
 
-__all__ = ["WorkerInfo", "enter", "leave", "restore", "rng", "save", "set_worker", "worker"]
+__all__ = ["WorkerInfo", "asked", "enter", "leave", "restore", "rng", "save", "set_worker", "worker"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class _Context(threading.local):
     key: tuple[int, int, int] | None = None
     generator: np.random.Generator | None = None
     worker: WorkerInfo = WorkerInfo(0, 1)
+    asked: bool = False
 
 
 _here = _Context()
@@ -50,6 +51,7 @@ def rng() -> np.random.Generator:
 
 def worker() -> WorkerInfo:
     """Which worker this code runs in; the consumer's own process counts as worker 0 of 1."""
+    _here.asked = True
     return _here.worker
 
 
@@ -57,6 +59,12 @@ def enter(seed: int, epoch: int, index: int) -> None:
     """A sample begins."""
     _here.key = (seed, epoch, index)
     _here.generator = None
+    _here.asked = False
+
+
+def asked() -> bool:
+    """Whether the sample that began last asked which worker this is."""
+    return _here.asked
 
 
 def leave() -> None:

@@ -2,7 +2,8 @@
 
 There is no thread here. All of it happens in the consumer's thread while it asks for a batch, and for a moment in
 whatever thread drops the last view of one: the slot is given new work at once, if work was prepared. ``_lock`` is
-held for such moments, never while waiting and never by a finalizer that would have to wait for it.
+held for such moments, never while waiting and never by a finalizer that would have to wait for it. A process that
+is forked off meanwhile has a copy of all this, and must touch none of it: it may not even take the lock.
 
 A unit is what gets a slot: a batch (ROWS, WHOLE), or a stretch of items that fills as many slots as it needs, one
 after the other (FLOW). Units are handed out in the order in which they were begun.
@@ -12,10 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -72,6 +74,49 @@ class Chunk:
     ready: bool = False
 
 
+class _Lock:
+    """A lock that knows its holder, so that what interrupts the holder in its own thread does not wait for it.
+
+    Finalizers (in a garbage collection that may begin anywhere) and signal handlers do. What they want done is
+    postponed until the holder lets go.
+    """
+
+    __slots__ = ("_lock", "_mine", "_postponed", "broken")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mine: int | None = None
+        self._postponed: deque[Callable[[], object]] = deque()
+        self.broken = False
+        """Whether a KeyboardInterrupt or the like came in the middle of something: a reply may be lost."""
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._mine = threading.get_ident()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            self.broken = True
+        self._mine = None
+        self._lock.release()
+        while self._postponed:
+            self._postponed.popleft()()
+
+    def attempt(self) -> bool:
+        """Take it if nobody has it; leave with ``__exit__``."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        self._mine = threading.get_ident()
+        return True
+
+    def postpone(self, action: Callable[[], object]) -> bool:
+        """Whether this thread holds it already: then the action is done later."""
+        if self._mine != threading.get_ident():
+            return False
+        self._postponed.append(action)
+        return True
+
+
 class Engine:
     """Slots, crew and ledger of one feed, for as long as the feed lives."""
 
@@ -89,12 +134,13 @@ class Engine:
         self._regions = [(base + i * slot_bytes, slot_bytes) for i in range(slots)]
         self._ledger = Ledger(slots)
         self._leases = Leases(self._lease_ended)
-        self._lock = threading.Lock()
+        self._lock = _Lock()
         self._freed: deque[int] = deque()
         self._units: deque[Unit] = deque()
         self._by_task: dict[int, tuple[Unit, Chunk, int, int]] = {}  # ..., items, place of the first in the unit
         self._requests: deque[Reply] = deque()
         self._source: Iterator[Unit] | None = None
+        self._broken: Exception | None = None
         self._prepared: deque[Unit] = deque()
         self._ahead = 0
         # Without workers nothing is gained by loading ahead, and the caches are lost.
@@ -115,6 +161,7 @@ class Engine:
 
         ``ahead`` is how many units may be drawn before there is a slot for them: 1, or 0 for streams.
         """
+        self._check_process()
         with self._lock:
             self._cancel()
             self._source = units
@@ -124,6 +171,8 @@ class Engine:
 
     def stop(self, run: int) -> list[Unit]:
         """End a run; the units that were begun or drawn and not handed out, in order."""
+        if run != self.run or os.getpid() != self._owner:
+            return []
         with self._lock:
             if run != self.run:
                 return []
@@ -135,6 +184,7 @@ class Engine:
         """The next slot of an epoch, in order; None at its end. Blocks; raises what a load raised."""
         began = time.perf_counter()
         waited = False
+        self._check_process()
         while True:
             with self._lock:
                 self._check(run)
@@ -147,6 +197,8 @@ class Engine:
                     self._measure()
                     return found
                 if (self._units[0].epoch != epoch) if self._units else self._exhausted():
+                    if self._broken is not None and not self._units:
+                        raise self._broken
                     return None
                 self._answer_requests()
                 if self._ledger.outstanding == 0 and not self._ledger.has_free:
@@ -164,6 +216,7 @@ class Engine:
     def lease(self, chunk: Chunk) -> tuple[Any, int] | None:
         """Memory of a chunk whose last reference frees the slot; None when it has to be copied."""
         with self._lock:
+            self._check_open()
             if not self._ledger.may_lease():
                 return None
             self._ledger.lease(chunk.batch)
@@ -173,6 +226,7 @@ class Engine:
 
     def peek(self, chunk: Chunk) -> tuple[Any, int]:
         """Memory of a chunk to copy from; ``release`` it afterwards."""
+        self._check_open()
         offset, capacity = self._regions[chunk.slot]
         return self.crew.arena.window(offset, capacity)
 
@@ -184,6 +238,12 @@ class Engine:
 
     def close(self) -> None:
         """End the crew. Batches that are alive stay right."""
+        if os.getpid() != self._owner:
+            self._closed = True
+            self.crew.close()
+            return
+        if self._lock.postpone(self.close):
+            return
         with self._lock:
             if self._closed:
                 return
@@ -192,9 +252,17 @@ class Engine:
             self._prepared.clear()
             self._units.clear()
             self.run += 1
-        if os.getpid() == self._owner:
             self._measure(now=True)
-        self.crew.close()
+            self.crew.close()
+
+    def postpone(self, action: Callable[[], object]) -> bool:
+        """Whether this thread is in the middle of something here: then the action is done right after that."""
+        return self._lock.postpone(action)
+
+    @property
+    def broken(self) -> bool:
+        """Whether it was interrupted in the middle of something, and should be replaced."""
+        return self._lock.broken
 
     # ---- filling
 
@@ -214,7 +282,10 @@ class Engine:
             return self._prepared.popleft()
         if not pull or self._source is None:
             return None
-        unit = next(self._source, None)
+        try:
+            unit = next(self._source, None)
+        except Exception as error:  # noqa: BLE001 - the user's iterator: what it gave before is handed out first
+            self._broken, unit = error, None
         if unit is None:
             self._source = None
         return unit
@@ -303,7 +374,7 @@ class Engine:
             unit, chunk, *rest = self._by_task[reply.task]
             if all(unit is not live for live in self._units):  # cancelled
                 self._account(reply.task)
-                self.crew.grant(reply.worker, Grant(0, None, 0))
+                self.crew.grant(reply, Grant(0, None, 0))
             elif reply.body is None:
                 self._enlarge(reply, unit, chunk)
             elif self._ledger.free >= (1 if unit is self._units[0] else 2):
@@ -311,7 +382,7 @@ class Engine:
                 unit.chunks.append(fresh)
                 self._by_task[reply.task] = (unit, fresh, rest[0], rest[1])
                 offset, capacity = self._regions[fresh.slot]
-                self.crew.grant(reply.worker, Grant(fresh.slot, offset, capacity))
+                self.crew.grant(reply, Grant(fresh.slot, offset, capacity))
             else:
                 self._requests.append(reply)
 
@@ -328,11 +399,11 @@ class Engine:
         if wanted == 0:
             unit.failure = Failure(0, self._too_large(reply.rows, room), "")
             self._account(reply.task)
-            self.crew.grant(reply.worker, Grant(0, None, 0))
+            self.crew.grant(reply, Grant(0, None, 0))
             return
         self.crew.arena.discard(offset, capacity)
         self._regions[chunk.slot] = (self.crew.arena.extend(wanted), wanted)
-        self.crew.grant(reply.worker, Grant(chunk.slot, *self._regions[chunk.slot]))
+        self.crew.grant(reply, Grant(chunk.slot, *self._regions[chunk.slot]))
 
     def _shrink(self, wanted: int, room: int) -> int:
         """Make room by taking free slots out of use, but for one; 0 if that is not enough."""
@@ -388,12 +459,12 @@ class Engine:
         self._freed.append(slot)
         # Whoever holds the lock settles before letting go, or does when it next takes it; it is tried again because
         # the holder may have looked just before this slot was noted.
-        while self._freed and self._lock.acquire(blocking=False):
+        while self._freed and self._lock.attempt():
             try:
                 self._settle()
                 self._fill(pull=False)
             finally:
-                self._lock.release()
+                self._lock.__exit__(*sys.exc_info())
 
     def _add_slot(self) -> None:
         self._ledger.grow()
@@ -401,7 +472,7 @@ class Engine:
 
     def _cancel(self) -> None:
         """Drop everything that was not handed out; tasks that are being done are waited for by nobody."""
-        self._source = None
+        self._source = self._broken = None
         self._prepared.clear()
         self._units.clear()
         self._ledger.cancel()
@@ -410,9 +481,19 @@ class Engine:
             self._account(task)
         self._answer_requests()
 
-    def _check(self, run: int) -> None:
+    def _check_process(self) -> None:
+        if (pid := os.getpid()) != self._owner:
+            raise LeaseError(
+                f"this feed belongs to process {self._owner}, and this is process {pid}, forked from it: make a Feed "
+                "in the process that iterates it"
+            )
+
+    def _check_open(self) -> None:
         if self._closed:
             raise FeedClosed("the feed was closed: make a new one to go on")
+
+    def _check(self, run: int) -> None:
+        self._check_open()
         if run != self.run:
             raise LeaseError(
                 "this iteration was ended by a newer one over the same feed: one feed gives one iteration at a time, "
@@ -436,16 +517,20 @@ def error_of(failure: Failure, unit: Unit) -> Exception:
     """The exception that the consumer sees for an item that failed."""
     error = failure.error
     item: Any = None
-    if unit.items is not None and failure.ordinal < len(unit.items):
+    if failure.ordinal == Failure.BATCH:
+        item = list(unit.items) if unit.items is not None else unit.indices.tolist()
+    elif unit.items is not None and failure.ordinal < len(unit.items):
         item = unit.items[failure.ordinal]
     elif failure.ordinal < len(unit.indices):
         item = int(unit.indices[failure.ordinal])
+    if isinstance(error, SpecError) and error.item is None:
+        error.item = item
     if isinstance(error, SpecError | WorkerLost | BudgetError):
         return error
-    loaded = LoadError(
-        f'load failed for {shown(item)}: {type(error).__name__}: {error} (to leave such items out: on_error="skip")',
-        item=item,
-    )
+    what, advice = ("load", ' (to leave such items out: on_error="skip")')
+    if failure.ordinal == Failure.BATCH:
+        what, advice = "collate_fn", ""
+    loaded = LoadError(f"{what} failed for {shown(item)}: {type(error).__name__}: {error}{advice}", item=item)
     if failure.trace:
         error.add_note(f"where load raised it:\n{failure.trace.rstrip()}")
     loaded.__cause__ = error

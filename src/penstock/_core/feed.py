@@ -15,13 +15,13 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 import numpy as np
 import optree
 
-from penstock._core import machine
+from penstock._core import context, machine
 from penstock._core.batch import Assembler, Trees, nbytes_of, packed_batch, rows_batch
 from penstock._core.budget import Size, format_bytes, parse_size
 from penstock._core.crew import Crew
@@ -29,18 +29,18 @@ from penstock._core.crew.inline import InlineCrew
 from penstock._core.crew.threads import ThreadCrew
 from penstock._core.device import door
 from penstock._core.engine import Chunk, Engine, Unit, error_of
-from penstock._core.errors import BudgetError, FeedClosed, LoadError, PenstockError, shown
-from penstock._core.fill import Failed
-from penstock._core.items import Picker, Stream, sort_out
+from penstock._core.errors import BudgetError, FeedClosed, LoadError, PenstockError, SpecError, shown
+from penstock._core.fill import COLLATE_INDEX, Failed, recast
+from penstock._core.items import Picker, Stream, sort_out, stream_error
 from penstock._core.layout import PAGE, Layout, slot_bytes
 from penstock._core.order import Order
-from penstock._core.plan import LEAN_WORKER_BYTES, Footprint, Plan, Request, solve
-from penstock._core.program import Into, Pad, Probe, Program, Retry
+from penstock._core.plan import LEAN_WORKER_BYTES, TEMPLATE_BYTES, Footprint, Plan, Request, solve
+from penstock._core.program import Into, Pad, Probe, Program, Retry, Setup
 from penstock._core.source import Source
-from penstock._core.spec import NAMESPACE, Cast, Spec, row_bytes
+from penstock._core.spec import NAMESPACE, Cast, Spec, flatten, row_bytes, to_dtype
 from penstock._core.stats import Stats
 from penstock._core.task import Mode, Task
-from penstock._core.wire import dumps
+from penstock._core.wire import dump_items
 
 __all__ = ["Epoch", "Feed"]
 
@@ -134,6 +134,12 @@ class Feed:
         self._load = load
         self._door = door(to)
         _check_into(load, cast, collate_fn, samples_per_item)
+        if load is None and samples_per_item != 1:
+            raise TypeError(
+                f"samples_per_item={samples_per_item} needs a load that gives so many: a source has one sample per row"
+            )
+        for dtype in cast.values() if isinstance(cast, Mapping) else () if cast is None else (cast,):
+            _check_dtype(dtype)
         self._to = to
         self._closed = False
         self._next_epoch = 0
@@ -143,7 +149,6 @@ class Feed:
         self._skips_in_a_row = 0
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._current: weakref.ref[Epoch] | None = None
-        self._complete: Epoch | None = None
 
     # ---- what it is
 
@@ -188,16 +193,21 @@ class Feed:
         """``count`` epochs, one after the other; the next is being read while the last batches of one are used."""
         first = self._next_epoch
         epoch: Epoch | None = None
-        for number in range(first, first + count):
-            # One that was left early has dropped what it had read ahead: start anew.
-            if epoch is not None and epoch is self._complete and self._engine is not None:
-                epoch = Epoch(self, self._engine, number, epoch._run)
-                self._next_epoch = number + 1
-                self._current = weakref.ref(epoch)
-            else:
-                self._next_epoch = number
-                epoch = self._begin(number, first + count - 1)
-            yield epoch
+        try:
+            for number in range(first, first + count):
+                # One that was left early has dropped what it had read ahead: start anew.
+                if epoch is not None and epoch.complete and self._engine is not None:
+                    epoch = Epoch(self, self._engine, number, epoch._run)
+                    self._next_epoch = number + 1
+                    self._current = weakref.ref(epoch)
+                else:
+                    self._next_epoch = number
+                    epoch = self._begin(number, first + count - 1)
+                yield epoch
+        finally:
+            # Left between two epochs: the second is being read already, and nobody will ask for it.
+            if epoch is not None and epoch.complete and self._engine is not None:
+                self._engine.stop(epoch._run)
 
     def progress(self, desc: str | None = None) -> Iterator[Any]:
         """One epoch with a live line: batches, samples/s, share of time waited, memory of budget, time left."""
@@ -278,14 +288,14 @@ class Feed:
     def _begin(self, number: int, last: int) -> Epoch:
         if self._closed:
             raise FeedClosed("the feed was closed: make a new one to go on")
+        if self._current is not None and (older := self._current()) is not None:
+            older._give_back()  # not closed: whoever goes on with it is told by LeaseError, not by an early end
         position, inside = self._resume
         self._resume = (0, 0)
         self._next_epoch = number + 1
         self._cursor = (number, position, inside)
         if self._is_empty():
             return Epoch(self, None, number, 0)
-        if self._current is not None and (older := self._current()) is not None:
-            older._give_back()  # not closed: whoever goes on with it is told by LeaseError, not by an early end
         self._next_epoch = number  # what the probe loads is what comes first
         try:
             self._prepare()
@@ -298,9 +308,6 @@ class Feed:
         epoch = Epoch(self, self._engine, number, run)
         self._current = weakref.ref(epoch)
         return epoch
-
-    def _finished(self, epoch: Epoch) -> None:
-        self._complete = epoch
 
     def _take_back(self, units: list[Unit]) -> None:
         """Items of a one-time stream that were pulled and not handed out come first next time."""
@@ -378,7 +385,7 @@ class Feed:
                         break
             except Exception as error:
                 stream.give_back(pulled)
-                raise LoadError(f"the stream of items failed after {start + len(pulled)} items: {error}") from error
+                raise stream_error(error, start + len(pulled)) from error
             exact = self._drop_last and self._program.mode is not Mode.FLOW and not self._program.skips
             if not pulled or (exact and len(pulled) < size):
                 return
@@ -405,12 +412,16 @@ class Feed:
 
     def _prepare(self) -> None:
         """Learn what a sample is, plan, and have the crew ready; nothing is left behind if that fails."""
-        if self._engine is not None:
+        if self._engine is not None and not self._engine.broken:
             return
         if self._closed:
             raise FeedClosed("the feed was closed: make a new one to go on")
+        if self._finalizer is not None:  # Ctrl-C came in the middle of something: begin anew, or a reply may be missed
+            self._finalizer()
+            self._engine = None
         self._program = program = self._make_program()
         crew: Crew | None = None
+        item_bytes = self._item_bytes()
         try:
             if program.load is None and self._collate is None:
                 crew, probe = InlineCrew(program), self._probe_source()
@@ -420,14 +431,19 @@ class Feed:
                     self._solve(Probe(program.load.spec, 0, 1e-3, 1e-3, 0, 0), program, None, 8)
                 crew = self._make_crew(program, self._num_workers)
                 probe = self._probe(crew)
-            plan, slot_size = self._solve(probe, program, crew, self._item_bytes())
+            plan, slot_size = self._solve(probe, program, crew, item_bytes)
             if isinstance(crew, InlineCrew) != (plan.workers == 0):
                 crew.close()
                 crew = self._make_crew(program, plan.workers)
             engine = Engine(
                 crew, plan, mode=program.mode, slot_bytes=slot_size, samples_per_item=self._each, load_s=probe.load_s
             )
-            crew.start(probe.spec, plan.batch_size * plan.batches_per_slot, plan.workers)
+            growth = plan.worker_bytes - probe.process_bytes + plan.free_bytes // max(1, plan.workers)
+            crew.start(
+                Setup(
+                    probe.spec, plan.batch_size * plan.batches_per_slot, plan.workers, max(0, growth), probe.load_bytes
+                )
+            )
         except BaseException:
             if crew is not None:
                 crew.close()
@@ -475,7 +491,11 @@ class Feed:
 
     def _item_bytes(self) -> int:
         _, items = self._from(0, 1)
-        return len(dumps(items[0])) if items else 8
+        if not items:
+            return 8
+        if not self._in_processes():
+            return 64  # nothing of it travels, so it need not even be possible to pickle it
+        return len(dump_items(items[:1]))
 
     def _make_program(self) -> Program:
         source = self._source
@@ -534,14 +554,18 @@ class Feed:
         if program.collate is not None:
             rows = (int(probe.packed_bytes * PACKED_SLACK),)
         length = None if isinstance(self._kind, Stream) or self._each is None else len(self._order(0)) * self._each
-        processes = crew is None or (not isinstance(crew, InlineCrew | ThreadCrew))
+        source = self._source
+        # Files of a source are timed in this process, but read by workers if there are to be any.
+        later = program.load is None and source is not None and not source.in_memory and self._in_processes()
+        later = later and isinstance(crew, InlineCrew)
+        processes = crew is None or later or not isinstance(crew, InlineCrew | ThreadCrew)
         self._window = _window(self._memory, item_bytes)
         window_bytes = self._window * item_bytes if isinstance(self._kind, Stream) and self._shuffle else 0
         footprint = Footprint(
             leaf_row_bytes=rows,
             load_bytes=probe.load_bytes,
             process_bytes=probe.process_bytes or (LEAN_WORKER_BYTES if processes else 0),
-            template_bytes=getattr(crew, "template_bytes", 0) if crew is not None else 0,
+            template_bytes=TEMPLATE_BYTES if later else getattr(crew, "template_bytes", 0) if crew is not None else 0,
             load_s=probe.load_s,
             cpu_s=probe.cpu_s,
             item_bytes=item_bytes,
@@ -580,6 +604,8 @@ class Epoch:
         """Which epoch this is."""
         self._turn = threading.Lock()
         self._over = engine is None
+        self.complete = False
+        """Whether all of it was handed out."""
         self._assembler = Assembler()
         self._shared: _Shared | None = None
         self._put_by_units: list[Unit] = []
@@ -606,7 +632,7 @@ class Epoch:
 
     def __del__(self) -> None:
         # Not a way to close: an epoch that nobody holds any more must not go on reading ahead.
-        if not self._over:
+        if not self._over and self._engine is not None and not self._engine.postpone(self.close):
             self.close()
 
     def close(self) -> None:
@@ -643,7 +669,7 @@ class Epoch:
                     return self._assembled(len(self._assembler))
                 feed._cursor = (self.number + 1, 0, 0)
                 self._over = True
-                feed._finished(self)
+                self.complete = True
                 raise StopIteration
             unit, chunk = found
             self._note_failures(unit, chunk)
@@ -737,6 +763,7 @@ class Epoch:
     def _assembled(self, rows: int) -> Any:
         feed = self._feed
         leaves = self._assembler.cut(rows)
+        first, before, _ = self._segments[0]
         left = rows
         while left:
             position, seen, count = self._segments[0]
@@ -750,16 +777,35 @@ class Epoch:
         if feed._each is not None and feed._cursor[2] == feed._each:
             feed._cursor = (self.number, feed._cursor[1] + 1, 0)
         self._put_by_units = [u for u in self._put_by_units if u.start + len(u.indices) > feed._cursor[1]]
-        feed._count(rows, nbytes_of(leaves))
         if feed._collate is not None:
-            batch: Any = feed._collate(leaves[0])
+            batch = self._collate(leaves[0], COLLATE_INDEX + first + (before << 32))
+            feed._count(rows, nbytes_of(flatten(batch)[0]))
             convert = feed._door
             if convert is None:
                 return batch
             return optree.tree_map(lambda x: convert(x) if isinstance(x, np.ndarray) else x, batch, namespace=NAMESPACE)
+        feed._count(rows, nbytes_of(leaves))
         if feed._door is not None:
             leaves = [leaf if isinstance(leaf, list) else feed._door(leaf) for leaf in leaves]
         return feed._spec.build(leaves)
+
+    def _collate(self, samples: list[Any], index: int) -> Any:
+        """Do here what a worker does where it has a batch's samples together."""
+        feed = self._feed
+        assert feed._collate is not None
+        context.enter(feed._seed, self.number, index)
+        try:
+            batch: Any = feed._collate(samples)
+        except SpecError:
+            raise
+        except Exception as error:
+            raise LoadError(
+                f"collate_fn failed for a batch of {len(samples)} samples: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            context.leave()
+        named = feed._collate is list or isinstance(feed._collate, Pad)
+        return batch if feed._cast is None or named else recast(batch, feed._cast)
 
     def _note_failures(self, unit: Unit, chunk: Chunk) -> None:
         feed = self._feed
@@ -835,6 +881,15 @@ def _check_count(name: str, value: Any, *, least: int, optional: bool = False) -
         raise TypeError(f"{name}={value!r} must be an int{' or None' if optional else ''}")
     if value < least:
         raise ValueError(f"{name}={value} must be {least} or more")
+
+
+def _check_dtype(dtype: Any) -> None:
+    try:
+        known = not to_dtype(dtype).hasobject
+    except (TypeError, AttributeError):
+        known = False
+    if not known:
+        raise TypeError(f"cast={dtype!r} is not a dtype that a batch can have: give 'float16' or 'bfloat16', say")
 
 
 def _check_into(load: Any, cast: Any, collate: Any, each: int | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -20,11 +20,24 @@ import optree
 from penstock._core import context
 from penstock._core.errors import SpecError, shown
 from penstock._core.layout import Layout, aligned
-from penstock._core.program import Into, Probe, Program
-from penstock._core.spec import Array, Spec, as_array, differs, dump_tree, flatten, is_floating, store, to_dtype
+from penstock._core.program import Into, Pad, Padded, Probe, Program
+from penstock._core.spec import (
+    NAMESPACE,
+    Array,
+    Cast,
+    Leaf,
+    Spec,
+    as_array,
+    differs,
+    dump_tree,
+    flatten,
+    is_floating,
+    is_node,
+    store,
+)
 from penstock._core.task import Failure, Grant, Mode, Reply, Status, Task
 
-__all__ = ["Failed", "Filler", "Gauge", "Memory", "Packed", "Room", "SampleGauge", "Steps", "failure_of"]
+__all__ = ["Failed", "Filler", "Gauge", "Memory", "Packed", "Room", "SampleGauge", "Steps", "failure_of", "recast"]
 
 Ask = Callable[[Reply], Grant]
 Steps = Generator[Reply, Grant, Reply]
@@ -33,6 +46,7 @@ More = Generator[Reply, Grant, None]
 # A probe looks at several items so that one odd one does not decide, but not for long.
 PROBE_ITEMS: Final = 8
 PROBE_S: Final = 0.02
+KEPT_BYTES: Final = 64 * 1024  # samples up to this are kept from a probe: half a megabyte in all
 COLLATE_INDEX: Final = 1 << 62  # keeps the randomness of a collate_fn apart from that of its items
 
 
@@ -110,14 +124,13 @@ class Filler:
 
     def _probe(self, task: Task, gauge: Gauge) -> Probe | None:
         program = self.program
-        items = self._items(task)
         idle = gauge.idle_bytes()
         gauge.start()
         began = time.perf_counter()
         costs: list[tuple[float, float]] = []
         spec = program.load.spec if isinstance(program.load, Into) else None
         packed = 0
-        for ordinal, item in enumerate(items):
+        for ordinal, item in self._each(task):
             wall, cpu = time.perf_counter(), time.process_time()
             samples: list[Any] = []
             self._attempt(partial(self._collect, samples, task, ordinal, item, 1), ordinal, item, [])
@@ -126,12 +139,15 @@ class Filler:
             sample = samples[0]
             costs.append((time.perf_counter() - wall, time.process_time() - cpu))
             if spec is None:
-                spec = Spec.of(sample, cast=program.cast if program.collate is None else None, item=item)
+                spec = self._spec_of(sample, item)
             if program.collate is not None:
-                packed = max(packed, _packed_bytes(flatten(program.collate([sample]))[0]))
+                packed = max(packed, _collated_bytes(program.collate, sample))
             fixed = program.samples_per_item == 1 and program.mode is Mode.ROWS and task.indices[ordinal] >= 0
-            if fixed and not isinstance(program.load, Into):
-                self._kept[task.epoch, int(task.indices[ordinal])] = sample
+            # Slow loads are not done twice, nor, as far as that costs no memory, any. How many workers there will be is
+            # not known yet: a sample that asked is made again.
+            fixed = fixed and not isinstance(program.load, Into) and not context.asked()
+            if fixed and (costs[-1][0] > PROBE_S or spec.sample_bytes <= KEPT_BYTES):
+                self._kept[task.epoch, int(task.indices[ordinal])] = _copied(sample)
             if time.perf_counter() - began > PROBE_S:
                 break
         if spec is None:
@@ -146,6 +162,21 @@ class Filler:
             gauge.peak_bytes() or 2 * spec.sample_bytes,
             idle,
         )
+
+    def _spec_of(self, sample: Any, item: Any) -> Spec:
+        program = self.program
+        if program.collate is None:
+            return Spec.of(sample, cast=program.cast, item=item)
+        if program.mode is Mode.WHOLE and not self._collates_by_name():
+            try:  # its samples never leave the worker and may be anything; what it makes of them may not
+                return Spec.of(program.collate([sample]))
+            except Exception:  # noqa: BLE001 - it may need more than one; what is wrong with it a batch will show
+                pass
+        return Spec.of(sample, item=item)
+
+    def _collates_by_name(self) -> bool:
+        """Whether a batch is made by "pad" or "list", so that its leaves still have the names of a sample's."""
+        return self.program.collate is list or isinstance(self.program.collate, Pad)
 
     def do(self, task: Task, ask: Ask) -> Reply:
         """Do a task, blocking in ``ask`` whenever it needs more room."""
@@ -196,6 +227,8 @@ class Filler:
             return
         each = program.samples_per_item or 1
         texts: list[tuple[int, int, bytes]] = []
+        if self._kept and not any((task.epoch, index) in self._kept for index in task.indices.tolist()):
+            self._kept.clear()  # another worker has made them meanwhile
         for ordinal, item in self._each(task):
             index = int(task.indices[ordinal])
             first = row + ordinal * each
@@ -203,7 +236,14 @@ class Filler:
             def write(item: Any = item, first: int = first, index: int = index) -> None:
                 context.enter(program.seed, task.epoch, index)
                 if isinstance(program.load, Into):
-                    program.load.function(item, spec.build([column[first, ...] for column in columns]))
+                    out = spec.build([column[first, ...] for column in columns])
+                    given: Any = program.load.function(item, out)
+                    if given is not None and given is not out:
+                        raise SpecError(
+                            f"load returned a {type(given).__name__} for {shown(item)}, but one marked with "
+                            "penstock.into must write into out: use out[...] = value and return nothing",
+                            item=item,
+                        )
                 elif each == 1:
                     kept = self._kept.pop((task.epoch, index), None) if self._kept else None
                     sample = program.load(item) if kept is None else kept  # type: ignore[misc]
@@ -227,7 +267,11 @@ class Filler:
                 if type(value) is not np.ndarray:
                     if isinstance(value, str | bytes):
                         raise differs(leaf, value, item)
+                    if is_node(value):
+                        raise spec.other_tree(sample, item)
                     value = as_array(value, path=leaf.path, item=item)
+                if value.dtype != leaf.dtype:
+                    value = as_array(value, path=leaf.path, item=item)  # perhaps it is only in the other byte order
                 if value.shape != leaf.shape or value.dtype != leaf.dtype:
                     raise differs(leaf, value, item)
                 if leaf.stored is leaf.dtype or leaf.stored == leaf.dtype:
@@ -237,6 +281,8 @@ class Filler:
                 at += 1
                 continue
             if not isinstance(value, str if leaf.kind == "str" else bytes):
+                if is_node(value):
+                    raise spec.other_tree(sample, item)
                 raise differs(
                     leaf, value if isinstance(value, str | bytes) else as_array(value, path=leaf.path, item=item), item
                 )
@@ -261,8 +307,8 @@ class Filler:
         packing: list[_Packing] = []
         self._attempt(
             lambda: packing.append(self._unpacked(program.collate(samples))),  # type: ignore[misc]
-            0,
-            "a batch of samples, in collate_fn,",
+            Failure.BATCH,
+            None,
             None,
         )
         reply.rows = len(samples)
@@ -271,13 +317,20 @@ class Filler:
 
     def _unpacked(self, batch: Any) -> _Packing:
         """Any tree of arrays, scalars and texts as arrays to be written."""
+        program = self.program
         values, tree = flatten(batch)
         kinds = [_kind(value) for value in values]
         arrays = [_packable(value) for value in values]
-        dtypes = [
-            self._collated_dtype(array) if kind == "array" else array.dtype
-            for kind, array in zip(kinds, arrays, strict=True)
-        ]
+        dtypes = [array.dtype for array in arrays]
+        # A callable's batch that is put together elsewhere has names of its own, and is cast there.
+        if program.cast is not None and (program.mode is Mode.WHOLE or self._collates_by_name()):
+            listed = program.collate is list or program.mode is Mode.FLOW
+            for place, leaf in _castings(batch, arrays, program.cast, listed=listed):
+                dtypes[place] = leaf.stored
+                if not (is_floating(leaf.dtype) and is_floating(leaf.stored)):
+                    exact = np.empty(leaf.shape, leaf.stored)
+                    store(exact, arrays[place], leaf, None)
+                    arrays[place] = exact
         return _Packing(tree, kinds, arrays, dtypes)
 
     def _pack(self, packing: _Packing, task: Task) -> Generator[Reply, Grant, Packed]:
@@ -305,17 +358,25 @@ class Filler:
             self._trees[packing.tree] = dump_tree(packing.tree)
         return Packed(self._trees[packing.tree], leaves)
 
-    def _collated_dtype(self, array: Array) -> np.dtype[Any]:
-        # A collated batch has leaves of its own; only a bare floating cast can be meant for it.
-        cast = self.program.cast
-        if cast is None or isinstance(cast, Mapping):
-            return array.dtype
-        target = to_dtype(cast)
-        return (
-            target
-            if is_floating(target) and is_floating(array.dtype) and target.itemsize <= array.itemsize
-            else array.dtype
-        )
+    def _admit(self, sample: Any, item: Any) -> None:
+        """Check a sample that others are collated with, while it is known whose it is."""
+        if isinstance(self.program.collate, Pad):
+            assert self._layout is not None
+            spec = self._layout.spec
+            for leaf, value in zip(spec.leaves, spec.values(sample, item), strict=True):
+                if is_node(value):
+                    raise spec.other_tree(sample, item)
+                if isinstance(value, str | bytes):
+                    if not isinstance(value, str if leaf.kind == "str" else bytes) or leaf.kind == "array":
+                        raise differs(leaf, value, item)
+                    continue
+                array = as_array(value, path=leaf.path, item=item)
+                if leaf.kind != "array" or array.dtype != leaf.dtype or array.ndim != len(leaf.shape):
+                    raise differs(leaf, array, item, padded=True)
+        elif self.program.collate is list or self.program.mode is Mode.FLOW:
+            for value in flatten(sample)[0]:
+                if not isinstance(value, str | bytes):
+                    as_array(value, item=item)
 
     # ---- any number of samples from an item
 
@@ -345,6 +406,7 @@ class Filler:
                         task.slot, task.offset, task.capacity = grant.slot, grant.offset, grant.capacity
                         held, texts, counts, filled = [], [], [], 0
                     if listed:
+                        self._admit(sample, item)
                         held.append(sample)
                     else:
                         self._write(self._slot(task.offset), filled, sample, item, texts)
@@ -395,7 +457,11 @@ class Filler:
 
     def _collect(self, samples: list[Any], task: Task, ordinal: int, item: Any, most: int | None = None) -> None:
         """Add the samples of an item, all of them or none."""
-        samples.extend(list(itertools.islice(self._samples(task, ordinal, item), most)))
+        made = list(itertools.islice(self._samples(task, ordinal, item), most))
+        if self._layout is not None:
+            for sample in made:
+                self._admit(sample, item)
+        samples.extend(made)
 
     def _exactly(self, item: Any, count: int) -> Iterator[Any]:
         given = 0
@@ -501,6 +567,49 @@ def _packable(value: Any) -> Array:
 def _spread(window: tuple[Any, int], size: int) -> tuple[Any, Any, int, int]:
     memory, start = window
     return memory, np.uint8, size, start
+
+
+def _castings(batch: Any, arrays: list[Array], cast: Cast, *, listed: bool) -> list[tuple[int, Leaf]]:
+    """The leaves of a collated batch that are to be cast, with their places.
+
+    A padded leaf has the name that it has in a sample, and so have the leaves of a batch that is a list of samples.
+    """
+    nodes, tree = optree.tree_flatten(batch, is_leaf=lambda node: isinstance(node, Padded), namespace=NAMESPACE)
+    places: list[int] = []
+    leaves: list[Leaf] = []
+    place = 0
+    for path, node in zip(tree.paths(), nodes, strict=True):
+        if isinstance(node, Padded) or _kind(node) == "array":
+            array = arrays[place]
+            name = ".".join(map(str, path[1:] if listed else path))
+            leaves.append(Leaf(name, "array", array.shape, array.dtype, array.dtype))
+            places.append(place)
+        place += 2 if isinstance(node, Padded) else 1  # the lengths stay what they are
+    chosen = Spec(tree, tuple(leaves)).cast(cast).leaves
+    return [(place, leaf) for place, leaf in zip(places, chosen, strict=True) if leaf.stored != leaf.dtype]
+
+
+def recast(batch: Any, cast: Cast) -> Any:
+    """A collated batch with its leaves cast, where no slot is written to on the way."""
+    values, tree = flatten(batch)
+    arrays = [_packable(value) for value in values]
+    for place, leaf in _castings(batch, arrays, cast, listed=False):
+        values[place] = np.empty(leaf.shape, leaf.stored)
+        store(values[place], arrays[place], leaf, None)
+    return optree.tree_unflatten(tree, values)
+
+
+def _copied(sample: Any) -> Any:
+    """A sample with arrays of its own: a load may use one buffer for all of its samples."""
+    values, tree = flatten(sample)
+    return optree.tree_unflatten(tree, [v if isinstance(v, str | bytes) else as_array(v).copy() for v in values])
+
+
+def _collated_bytes(collate: Callable[[list[Any]], Any], sample: Any) -> int:
+    try:
+        return _packed_bytes(flatten(collate([sample]))[0])
+    except Exception:  # noqa: BLE001 - it may need more than one sample: an estimate will do, for slots grow
+        return _packed_bytes(flatten(sample)[0])
 
 
 def _packed_bytes(values: list[Any]) -> int:

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock._core.errors import LoadError
 from penstock._core.order import windowed
 from penstock._core.source import Source
 
-__all__ = ["Picker", "Stream", "sort_out"]
+__all__ = ["Picker", "Stream", "sort_out", "stream_error"]
 
 
 class Picker:
@@ -77,9 +78,12 @@ class Stream:
 
     def peek(self, start: int, stop: int) -> list[Any]:
         """The items from ``start`` to ``stop``, as far as there are any, without using them up."""
-        if self._raw is None:
-            return list(itertools.islice(self._items, start, stop))
-        self._peeked.extend(itertools.islice(self._raw, max(0, stop - len(self._peeked))))
+        try:
+            if self._raw is None:
+                return list(itertools.islice(self._items, start, stop))
+            self._peeked.extend(itertools.islice(self._raw, max(0, stop - len(self._peeked))))
+        except Exception as error:
+            raise stream_error(error, start) from error
         return list(itertools.islice(self._peeked, start, stop))
 
     @staticmethod
@@ -93,6 +97,11 @@ class Stream:
             except StopIteration:
                 return
             yield item
+
+
+def stream_error(error: Exception, count: int) -> LoadError:
+    """What the consumer gets when the user's iterator raises."""
+    return LoadError(f"the stream of items failed after {count} items: {type(error).__name__}: {error}")
 
 
 def sort_out(items: Any, load: Any) -> Picker | Stream | Source:

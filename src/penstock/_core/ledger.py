@@ -112,10 +112,6 @@ class Ledger:
         """The batch that a slot holds or is being filled with."""
         return self._batch[slot]
 
-    def is_doomed(self, slot: int) -> bool:
-        """Whether what is being filled into this slot was cancelled."""
-        return slot in self._doomed
-
     def begin(self, batch: int, tasks: Iterable[int]) -> int:
         """Take a free slot for a batch that these tasks will fill."""
         if not self._free:
@@ -128,11 +124,6 @@ class Ledger:
         for task in self._open[slot]:
             self._by_task[task] = slot
         return slot
-
-    def add(self, slot: int, task: int) -> None:
-        """One more task for a slot that is being filled."""
-        self._open[slot].add(task)
-        self._by_task[task] = slot
 
     def done(self, task: int) -> State:
         """A task is accounted for (done, or never to be done); the slot's state after that."""

@@ -29,6 +29,7 @@ __all__ = [
     "Rlimit",
     "anon_bytes",
     "available_bytes",
+    "limit_data",
     "look",
     "oom_kills",
     "own_bytes",
@@ -206,6 +207,22 @@ def anon_bytes(pid: int, *, root: str = "/") -> int:
     About 17 us, whatever the size of the process. Copy-on-write pages that a fork still shares are counted in full.
     """
     return _kib(_read(root, f"/proc/{pid}/status"), "RssAnon")
+
+
+def limit_data(growth_bytes: int) -> None:
+    """Let the private memory of this process grow by so much and no more: beyond that, allocations fail.
+
+    RLIMIT_DATA counts writable private mappings by their size, touched or not; shared memory is not counted.
+    """
+    try:
+        import resource
+    except ImportError:  # no such limits on this system
+        return
+    size = _kib(_read("/", "/proc/self/status"), "VmData")
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = size + growth_bytes if hard == resource.RLIM_INFINITY else min(hard, size + growth_bytes)
+    if size:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def peak_rss_bytes(pid: int, *, root: str = "/") -> int:

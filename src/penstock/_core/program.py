@@ -19,7 +19,7 @@ from penstock._core.source import Reader
 from penstock._core.spec import Array, Cast, Spec, as_array, flatten
 from penstock._core.task import Mode
 
-__all__ = ["Into", "Pad", "Padded", "Probe", "Program", "Retry", "into"]
+__all__ = ["Into", "Pad", "Padded", "Probe", "Program", "Retry", "Setup", "into"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Retry:
 class Into:
     """A load that writes in place: ``load(item, out)``; made by ``penstock.into``."""
 
-    def __init__(self, function: Callable[[Any, Any], None], spec: Spec) -> None:
+    def __init__(self, function: Callable[[Any, Any], Any], spec: Spec) -> None:
         self.function = function
         self.spec = spec
         functools.update_wrapper(self, function, updated=())
@@ -89,7 +89,10 @@ class Pad:
     def __call__(self, samples: Sequence[Any]) -> Any:
         """The padded batch of these samples."""
         first, tree = flatten(samples[0])
-        rows = [tree.flatten_up_to(sample) for sample in samples]
+        try:
+            rows = [tree.flatten_up_to(sample) for sample in samples]
+        except (ValueError, TypeError) as error:
+            raise SpecError(f'collate_fn="pad" got samples of different trees: {error}') from error
         leaves = [self._leaf([row[i] for row in rows]) for i in range(len(first))]
         return optree.tree_unflatten(tree, leaves)
 
@@ -136,6 +139,20 @@ class Program:
     def tries(self) -> int:
         """How often one item is tried."""
         return 1 + self.on_error.times if isinstance(self.on_error, Retry) else 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setup:
+    """What every worker is told once the plan is made."""
+
+    spec: Spec
+    rows: int
+    """Rows of a slot."""
+    workers: int
+    growth_bytes: int = 0
+    """How far a worker process may grow above what it is when idle; 0: as it likes."""
+    load_bytes: int = 0
+    """What a load takes of that."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

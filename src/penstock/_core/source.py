@@ -60,6 +60,8 @@ class _InMemory:
         first, last = int(indices[0]), int(indices[-1])
         if last - first == len(indices) - 1 and _consecutive(indices):
             out[...] = self.array[first : last + 1]
+        elif not (self.array.flags.c_contiguous and self.array.flags.aligned):
+            out[...] = self.array[indices]  # np.take would copy all of it, every time
         else:
             # "clip" because with "raise" numpy gathers into a buffer first; the order never gives a bad index.
             np.take(self.array, indices, axis=0, out=out, mode="clip")
@@ -95,6 +97,8 @@ class _InFile:
                 start = stop
         finally:
             os.close(fd)
+        if not self.dtype.isnative:
+            out.byteswap(inplace=True)
 
 
 def _read_exactly(fd: int, view: memoryview, offset: int, path: str) -> None:
@@ -146,7 +150,8 @@ class Arrays:
 
     def __init__(self, tree: Any) -> None:
         values, self._tree = flatten(tree)
-        self._arrays = [as_array(value) for value in values]
+        # A map in the other byte order is turned row by row; as_array would read all of it.
+        self._arrays = [value if _turns(value) else as_array(value) for value in values]
         paths = [".".join(map(str, path)) or "0" for path in self._tree.paths()]
         if not self._arrays:
             raise SpecError("penstock.arrays() needs at least one array")
@@ -159,6 +164,7 @@ class Arrays:
                 f"the arrays have different numbers of rows: {lengths}; row i of each must belong to sample i"
             )
         self._parts = tuple(_part(array) for array in self._arrays)
+        self._dtypes = tuple(a.dtype if a.dtype.isnative else a.dtype.newbyteorder("=") for a in self._arrays)
         self.in_memory = any(isinstance(part, _InMemory) for part in self._parts)
 
     def __len__(self) -> int:
@@ -170,8 +176,8 @@ class Arrays:
     def spec(self) -> Spec:
         """The form of one row."""
         leaves = tuple(
-            Leaf(".".join(map(str, path)), "array", array.shape[1:], array.dtype, array.dtype)
-            for path, array in zip(self._tree.paths(), self._arrays, strict=True)
+            Leaf(".".join(map(str, path)), "array", array.shape[1:], dtype, dtype)
+            for path, array, dtype in zip(self._tree.paths(), self._arrays, self._dtypes, strict=True)
         )
         return Spec(self._tree, leaves)
 
@@ -181,7 +187,7 @@ class Arrays:
             self._tree,
             self._parts,
             tuple(a.shape[1:] for a in self._arrays),
-            tuple(a.dtype for a in self._arrays),
+            self._dtypes,
         )
 
 
@@ -195,6 +201,12 @@ def arrays(*columns: Any) -> Arrays:
     return Arrays(columns[0] if len(columns) == 1 else columns)
 
 
+def _turns(value: Any) -> bool:
+    if not isinstance(value, np.memmap) or value.ndim == 0 or value.dtype.isnative or value.dtype.fields is not None:
+        return False
+    return isinstance(_part(value), _InFile)
+
+
 def _part(array: Array) -> _InMemory | _InFile:
     if array.dtype.hasobject:
         raise SpecError("an array of Python objects cannot be gathered into a batch: convert it to numbers first")
@@ -204,6 +216,8 @@ def _part(array: Array) -> _InMemory | _InFile:
     if not isinstance(mapped, np.memmap) or mapped.filename is None or mapped.mode == "c" or array.size == 0:
         return _InMemory(array)
     if not array[0].flags.c_contiguous or array.strides[0] < array[0].nbytes:
+        return _InMemory(array)
+    if not os.path.exists(mapped.filename):  # deleted since: only the map still has it
         return _InMemory(array)
     base = np.frombuffer(mapped._mmap, np.uint8)  # type: ignore[attr-defined]
     map_start = mapped.offset - mapped.offset % mmap.ALLOCATIONGRANULARITY

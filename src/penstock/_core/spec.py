@@ -92,8 +92,8 @@ class Spec:
             stored = to_dtype(dtype)
             if stored.hasobject or stored.itemsize == 0 or any(n < 0 for n in shape):
                 raise SpecError(
-                    f"{shown(value)} at {path or 'the top'} of the spec cannot lie in shared memory: sizes are 0 or more, "
-                    "and the dtype one of numbers, booleans, dates or texts of a fixed length"
+                    f"{shown(value)} at {path or 'the top'} of the spec cannot lie in shared memory: sizes are 0 or "
+                    "more, and the dtype one of numbers, booleans, dates or texts of a fixed length"
                 )
             leaves.append(Leaf(path, "array", tuple(map(int, shape)), stored, stored))
         if not leaves:
@@ -123,8 +123,8 @@ class Spec:
         """The error for a sample whose tree is not that of the first one."""
         _, tree = flatten(sample)
         return SpecError(
-            f"the sample of {shown(item)} has the form {_form(tree)}, but the first sample had {_form(self.tree)} (a * is an "
-            "array, a number or a text): load must return the same tree for every item",
+            f"the sample of {shown(item)} has the form {_form(tree)}, but the first sample had {_form(self.tree)} (a * "
+            "is an array, a number or a text): load must return the same tree for every item",
             item=item,
         )
 
@@ -144,7 +144,7 @@ def row_bytes(leaf: Leaf) -> int:
     return count * leaf.stored.itemsize + (0 if leaf.kind == "array" else 4)
 
 
-def differs(leaf: Leaf, got: Array | str | bytes, item: Any) -> SpecError:
+def differs(leaf: Leaf, got: Array | str | bytes, item: Any, *, padded: bool = False) -> SpecError:
     """The error for a value that does not have the form of the first one."""
     came = type(got).__name__ if isinstance(got, str | bytes) else f"{got.dtype.name}[{', '.join(map(str, got.shape))}]"
     where = f" at {leaf.path!r}" if leaf.path else ""
@@ -152,12 +152,19 @@ def differs(leaf: Leaf, got: Array | str | bytes, item: Any) -> SpecError:
     ragged = not isinstance(got, str | bytes) and leaf.kind == "array" and got.dtype == leaf.dtype
     advice = (
         'samples of different shapes need collate_fn="pad" (filled up to the longest) or "list" (not stacked)'
+        if ragged and not padded
+        else 'padding needs the same number of axes for every item: reshape in load, or use collate_fn="list"'
         if ragged
         else "make load return the same dtype for every item"
     )
     return SpecError(
         f"the sample of {shown(item)}{where} is {came}, but the first sample was {expected}: {advice}", item=item
     )
+
+
+def is_node(value: Any) -> bool:
+    """Whether a value is part of a tree (None, a container) where a leaf should be."""
+    return value is None or isinstance(value, tuple | list | dict) or dataclasses.is_dataclass(value)
 
 
 def flatten(sample: Any) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -177,7 +184,7 @@ def register_dataclass(cls: type[Any]) -> None:
 
     def build(_: Any, children: Any) -> Any:
         # Not through __init__: a __post_init__ that checks or changes a sample was not written for a batch.
-        made = cls.__new__(cls)
+        made: Any = object.__new__(cls)
         for name, child in zip(names, children, strict=True):
             object.__setattr__(made, name, child)
         return made
@@ -217,6 +224,11 @@ def _restore(tree: bytes, leaves: tuple[Leaf, ...]) -> Spec:
     return Spec(load_tree(tree), leaves)
 
 
+def whose(item: Any) -> str:
+    """What has a wrong form, in words: the sample of an item, or for None what a collate_fn made of many."""
+    return "what collate_fn returned" if item is None else f"the sample of {shown(item)}"
+
+
 def as_array(value: Any, *, path: str = "", item: Any = None) -> Array:
     """A leaf as a numpy array without a copy where that is possible."""
     if type(value) in _PLAIN or isinstance(value, np.generic):
@@ -237,13 +249,13 @@ def as_array(value: Any, *, path: str = "", item: Any = None) -> Array:
         array = np.empty((), object)
     if isinstance(array, np.ma.MaskedArray):
         raise SpecError(
-            f"the sample of {shown(item)} has a masked array at {path or 'the top'}: a batch would lose the mask; "
+            f"{whose(item)} has a masked array at {path or 'the top'}: a batch would lose the mask; "
             "return .filled(value), or data and mask as two arrays",
             item=item,
         )
     if array.dtype.hasobject or array.dtype.itemsize == 0:
         raise SpecError(
-            f"the sample of {shown(item)} has a {type(value).__name__} ({shown(value, 80)}) at {path or 'the top'}, "
+            f"{whose(item)} has a {type(value).__name__} ({shown(value, 80)}) at {path or 'the top'}, "
             "which cannot lie in shared memory: return arrays, numbers, strings, bytes, or tuples, lists or dicts "
             "of these",
             item=item,
@@ -350,7 +362,7 @@ def store(out: Array, value: Array, leaf: Leaf, item: Any) -> None:
     if not same or (is_floating(stored) and not np.isfinite(out).all()):
         low, high = value.min(), value.max()
         raise SpecError(
-            f"the sample of {shown(item)} has values from {low} to {high} at {leaf.path or 'the top'}, which cast="
+            f"{whose(item)} has values from {low} to {high} at {leaf.path or 'the top'}, which cast="
             f"{stored.name!r} cannot hold exactly: choose a wider dtype, or scale and round in load",
             item=item,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +80,8 @@ class Grant:
 class Failure:
     """One item that could not be loaded: its place in the task, the error, and the worker's traceback as text."""
 
+    BATCH: ClassVar[int] = -1
+    """The place of an error that is nobody's alone: a collate_fn's."""
     ordinal: int
     error: BaseException
     trace: str

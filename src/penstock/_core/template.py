@@ -56,12 +56,17 @@ def start_interpreter(module: str, birth: dict[str, Any], keep: tuple[int, ...])
         environment = {name: "1" for name in _ONE_THREAD if name not in os.environ}
         # Two malloc arenas a process: with one per thread and core, freed memory is scattered and never given back.
         environment["MALLOC_ARENA_MAX"] = os.environ.get("MALLOC_ARENA_MAX", "2")
-        return subprocess.Popen(
-            [sys.executable, *flags, "-c", code, str(fd)],
-            pass_fds=(fd, *keep),
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **environment},
-        )
+        # The mask is inherited: a Ctrl-C while the interpreter starts would print a traceback of its own.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+        try:
+            return subprocess.Popen(
+                [sys.executable, *flags, "-c", code, str(fd)],
+                pass_fds=(fd, *keep),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **environment},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     finally:
         os.close(fd)
 
@@ -72,6 +77,7 @@ def born(birth: dict[str, Any]) -> None:
 
     sys.argv = birth["argv"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     orders, tasks, replies = (Channel(socket.socket(fileno=birth[key])) for key in ("orders", "tasks", "replies"))
     program: Any = None
     if birth["fork"]:
@@ -97,10 +103,17 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
     """Obey orders until there are none, then see to it that no worker is left."""
     from penstock._core import worker
 
+    # Ignored by the user's process, it would be here too, and the kernel would not keep for us how workers ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        parent = os.pidfd_open(birth["parent"])
+    except ProcessLookupError:
+        return
+    if os.getppid() != birth["parent"]:  # gone, and its number is another's
+        return
     # What is here now is here for good: freezing it keeps the collector from touching, and so copying, these pages.
     gc.collect()
     gc.freeze()
-    parent = os.pidfd_open(birth["parent"])
     children: dict[int, tuple[int, int]] = {}  # pidfd -> worker, pid
     poller = select.poll()
     poller.register(orders, select.POLLIN)
@@ -174,6 +187,7 @@ def _make(
         keep = (birth["arena"], tasks.fileno(), replies.fileno(), own)
         arguments = {
             "program": birth["program"],
+            "parent": os.getpid(),
             "worker": number,
             "arena": birth["arena"],
             "tasks": tasks.fileno(),
@@ -195,7 +209,7 @@ def _make(
         worker.run(program, number, me, birth["arena"], tasks, replies, Channel(socket.socket(fileno=own)))
         code = 0
     except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        code = worker.exit_code(leaving)
     except BaseException:  # noqa: BLE001 - this process ends here, and nobody else could print it
         traceback.print_exc()
     finally:

@@ -12,10 +12,10 @@ from typing import Any, Final
 import cloudpickle
 import numpy as np
 
-from penstock._core.errors import LoadError
+from penstock._core.errors import LoadError, shown
 from penstock._core.task import Failure, Reply, Status, Task
 
-__all__ = ["decode_reply", "decode_task", "dumps", "encode_reply", "encode_task"]
+__all__ = ["decode_reply", "decode_task", "dump_items", "dumps", "encode_reply", "encode_task", "ident_of"]
 
 _TASK: Final = struct.Struct("<QIIQQIqIBB")
 _REPLY: Final = struct.Struct("<QHBQd")
@@ -29,6 +29,17 @@ def dumps(value: Any) -> bytes:
         return bytes(cloudpickle.dumps(value))
     # By name, __main__ would be the worker's own. A path that has the word in it merely takes the slower way.
     return bytes(cloudpickle.dumps(value)) if b"__main__" in data else data
+
+
+def dump_items(items: Any) -> bytes:
+    """Items as bytes; TypeError that says what items are for when one cannot be."""
+    try:
+        return dumps(items)
+    except Exception as error:  # whatever the user's objects do while they are pickled
+        raise TypeError(
+            f"items like {shown(items[0])} cannot be sent to worker processes ({type(error).__name__}: {error}): items "
+            'are identities (paths, keys, indices) that can be pickled; or use executor="thread" or num_workers=0'
+        ) from error
 
 
 def encode_task(task: Task) -> bytes:
@@ -46,9 +57,15 @@ def encode_task(task: Task) -> bytes:
         task.items is not None,
         len(task.barred),
     )
-    body = dumps(task.items) if task.items is not None else b""
+    body = dump_items(task.items) if task.items is not None else b""
     barred = np.array(task.barred, np.int64).tobytes() if task.barred else b""
     return b"".join((head, task.indices.tobytes(), barred, body))
+
+
+def ident_of(data: bytes) -> int:
+    """Which task this is, without a look at its items: unpickling them is the worker's risk."""
+    ident: int = _TASK.unpack_from(data)[0]
+    return ident
 
 
 def decode_task(data: bytes) -> Task:

@@ -26,12 +26,13 @@ from penstock._core import context, machine
 from penstock._core.arena import Arena
 from penstock._core.channel import Channel
 from penstock._core.fill import Filler, failure_of
+from penstock._core.limit import RETIRED, Limit
 from penstock._core.order import mix
-from penstock._core.program import Program
+from penstock._core.program import Program, Setup
 from penstock._core.task import Grant, Reply, Status, Task
-from penstock._core.wire import decode_task, encode_reply
+from penstock._core.wire import decode_task, encode_reply, ident_of
 
-__all__ = ["RECORD", "RECORD_BYTES", "run"]
+__all__ = ["RECORD", "RECORD_BYTES", "probed", "run", "settle"]
 
 RECORD: Final = struct.Struct("<QId")
 """A worker's record: task id plus one (0: idle), place of the item in the task, when it was begun (monotonic)."""
@@ -43,10 +44,11 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
     """Be worker number ``worker`` until told to stop; ``parent`` is the process that must be alive."""
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it stops the crew
-    _settle(program.seed, worker)
+    settle(program.seed, worker)
     arena = Arena(shared=True, fd=fd)
     filler = Filler(program, arena, worker)
     memory, at = arena.window(worker * RECORD_BYTES, RECORD_BYTES)
+    limit: Limit | None = None
     current = 0
 
     def record(task: int, ordinal: int = 0) -> None:
@@ -78,12 +80,14 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
             if word == "stop":
                 return
             if word == "setup":
-                spec, rows, count = rest
-                context.set_worker(context.WorkerInfo(worker, count))
-                filler.configure(spec, rows)
+                setup: Setup = rest[0]
+                context.set_worker(context.WorkerInfo(worker, setup.workers))
+                filler.configure(setup.spec, setup.rows)
+                if setup.growth_bytes:
+                    limit = Limit(setup.growth_bytes, setup.load_bytes)
             elif word == "probe":
                 record(1)
-                replies.send(encode_reply(_probe(filler, rest[0])))
+                replies.send(encode_reply(probed(filler, rest[0])))
                 record(0)
             elif word == "ping":
                 replies.send(encode_reply(Reply(rest[0], worker, Status.PONG)))
@@ -94,13 +98,23 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
                 continue
             if not data:
                 return
-            task = decode_task(data)
-            record(task.id + 1)
-            replies.send(encode_reply(filler.do(task, ask)))
+            record(ident_of(data) + 1)
+            try:
+                task = decode_task(data)
+            except Exception as error:  # noqa: BLE001 - the user's classes decide what can go wrong here
+                reply = Reply(ident_of(data), worker, Status.FAILED, body=failure_of(error, 0, None))
+            else:
+                reply = filler.do(task, ask)
+                del task
+            replies.send(encode_reply(reply))
             record(0)
+            del reply, data
+            if limit is not None and limit.outgrown():
+                raise SystemExit(RETIRED)
 
 
-def _probe(filler: Filler, task: Task) -> Reply:
+def probed(filler: Filler, task: Task) -> Reply:
+    """The answer to a probe."""
     reply = Reply(task.id, filler.worker, Status.PROBED)
     try:
         reply.body = filler.probe(task, _Gauge())
@@ -127,7 +141,7 @@ class _Gauge:
         return max(0, machine.peak_rss_bytes(os.getpid()) - self._before)
 
 
-def _settle(seed: int, worker: int) -> None:
+def settle(seed: int, worker: int) -> None:
     """What every worker needs once: its own global random state, one thread for libraries that take all cores."""
     word = int(mix(seed, worker, os.getpid()))
     random.seed(word)
@@ -156,8 +170,14 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
+def exit_code(leaving: SystemExit) -> int:
+    """The code with which Python would end."""
+    return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+
+
 def born(birth: dict[str, Any]) -> None:
     """Entry of a worker that was started as a fresh interpreter (start_method="spawn")."""
+    die_with(birth["parent"])  # before anything of the user's is imported, which may take long
     sys.argv = birth["argv"]
     tasks, replies, own = (Channel(socket.socket(fileno=birth[key])) for key in ("tasks", "replies", "own"))
     code = 1
@@ -167,8 +187,10 @@ def born(birth: dict[str, Any]) -> None:
         except Exception as error:  # noqa: BLE001 - the user gets to see it
             replies.send(encode_reply(Reply(0, birth["worker"], Status.ABSENT, body=failure_of(error, 0, None))))
             return
-        run(program, birth["worker"], os.getppid(), birth["arena"], tasks, replies, own)
+        run(program, birth["worker"], birth["parent"], birth["arena"], tasks, replies, own)
         code = 0
+    except SystemExit as leaving:
+        code = exit_code(leaving)
     finally:
         leave(code)
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from penstock._core.arena import Arena
-from penstock._core.program import Probe
-from penstock._core.spec import Spec
+from penstock._core.program import Probe, Setup
 from penstock._core.task import Grant, Reply, Task
 
 __all__ = ["Crew"]
@@ -35,8 +34,8 @@ class Crew(Protocol):
         Raises ``Failed`` when one cannot be loaded.
         """
 
-    def start(self, spec: Spec, rows: int, workers: int) -> None:
-        """Get ready for tasks: the form of a sample and the rows of a slot are known."""
+    def start(self, setup: Setup) -> None:
+        """Get ready for tasks: the form of a sample, the rows of a slot and the number of workers are known."""
 
     def submit(self, task: Task) -> None:
         """Have a task done."""
@@ -44,8 +43,8 @@ class Crew(Protocol):
     def withdraw(self) -> list[int]:
         """Take back the tasks that nobody has begun; they are never replied to."""
 
-    def grant(self, worker: int, grant: Grant) -> None:
-        """Give a worker that asked for MORE room to go on."""
+    def grant(self, request: Reply, grant: Grant) -> None:
+        """Give the task that asked for MORE room to go on; once for each such reply."""
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until there may be something to take, or the time is over. Changes nothing, so it needs no lock."""

@@ -6,8 +6,7 @@ from collections import deque
 
 from penstock._core.arena import Arena
 from penstock._core.fill import Filler, SampleGauge, Steps
-from penstock._core.program import Probe, Program
-from penstock._core.spec import Spec
+from penstock._core.program import Probe, Program, Setup
 from penstock._core.task import Grant, Reply, Task
 
 __all__ = ["InlineCrew"]
@@ -24,14 +23,15 @@ class InlineCrew:
         self._tasks: deque[Task] = deque()
         self._paused: tuple[Steps, Reply] | None = None
         self._granted: Grant | None = None
+        self._broken_off: list[int] = []
 
     def probe(self, task: Task) -> Probe | None:
         """Load a few items here and now."""
         return self._filler.probe(task, SampleGauge())
 
-    def start(self, spec: Spec, rows: int, workers: int) -> None:  # noqa: ARG002 - the interface
+    def start(self, setup: Setup) -> None:
         """Nothing to start."""
-        self._filler.configure(spec, rows)
+        self._filler.configure(setup.spec, setup.rows)
 
     def submit(self, task: Task) -> None:
         """Remember a task."""
@@ -39,11 +39,12 @@ class InlineCrew:
 
     def withdraw(self) -> list[int]:
         """Forget what was not begun."""
-        taken = [task.id for task in self._tasks]
+        taken = [*self._broken_off, *(task.id for task in self._tasks)]
+        self._broken_off.clear()
         self._tasks.clear()
         return taken
 
-    def grant(self, worker: int, grant: Grant) -> None:  # noqa: ARG002 - the interface
+    def grant(self, request: Reply, grant: Grant) -> None:  # noqa: ARG002 - the interface
         """The task that was put aside may go on."""
         self._granted = grant
 
@@ -56,16 +57,22 @@ class InlineCrew:
             if self._paused is not None:
                 if self._granted is None:
                     return []
-                steps, grant = self._paused[0], self._granted
+                (steps, request), grant = self._paused, self._granted
                 self._paused = self._granted = None
+                current = request.task
                 reply = steps.send(grant)
             elif self._tasks:
-                steps = self._filler.steps(self._tasks.popleft())
+                task = self._tasks.popleft()
+                current = task.id
+                steps = self._filler.steps(task)
                 reply = next(steps)
             else:
                 return []
         except StopIteration as end:
             return [end.value]
+        except BaseException:  # Ctrl-C in the middle of a load: it is never replied to
+            self._broken_off.append(current)
+            raise
         self._paused = (steps, reply)
         return [reply]
 

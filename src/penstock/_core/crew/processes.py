@@ -28,10 +28,10 @@ from penstock._core.budget import format_bytes
 from penstock._core.channel import Channel, pair
 from penstock._core.errors import PenstockError, WorkerLost, shown
 from penstock._core.fill import Failed
-from penstock._core.program import Probe, Program
-from penstock._core.spec import Spec
+from penstock._core.limit import RETIRED
+from penstock._core.program import Probe, Program, Setup
 from penstock._core.task import Failure, Grant, Reply, Status, Task
-from penstock._core.wire import decode_reply, decode_task, encode_task
+from penstock._core.wire import decode_reply, encode_task, ident_of
 from penstock._core.worker import RECORD, RECORD_BYTES, leave
 
 __all__ = ["MOST_WORKERS", "ProcessCrew"]
@@ -95,7 +95,8 @@ class ProcessCrew:
 
     def probe(self, task: Task) -> Probe | None:
         """Have worker 0 load a few items; what it loaded is used again when their turn comes."""
-        self._outstanding[task.id] = task
+        self._outstanding[PROBE] = task
+        self._deaths.clear()  # of the items of an earlier probe
         self._send_probe()
         while True:
             self.wait()
@@ -105,11 +106,11 @@ class ProcessCrew:
                 probe: Probe | None = reply.body
                 return probe
 
-    def start(self, spec: Spec, rows: int, workers: int) -> None:
-        """Have as many workers as were planned, all told what a slot looks like."""
-        self._setup = cloudpickle.dumps(("setup", spec, rows, workers))
+    def start(self, setup: Setup) -> None:
+        """Have as many workers as were planned, all told what a slot looks like and how far they may grow."""
+        self._setup = cloudpickle.dumps(("setup", setup))
         self._owns[0].send(self._setup)
-        for number in range(1, workers):
+        for number in range(1, setup.workers):
             self._make(number)
 
     def submit(self, task: Task) -> None:
@@ -124,7 +125,7 @@ class ProcessCrew:
         self._backlog.clear()
         with contextlib.suppress(BlockingIOError):
             while data := self._queue.receive(wait=False):
-                taken.append(decode_task(data).id)
+                taken.append(ident_of(data))
         for task in taken:
             self._outstanding.pop(task, None)
         return taken
@@ -149,7 +150,7 @@ class ProcessCrew:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until a worker or the template has something to say, or a task can be sent that could not be before."""
-        if self._events or self._broken:
+        if self._events or self._broken or self._closed:
             return
         poller = self._poller_out if self._backlog else self._poller
         poller.poll(None if timeout_s is None else timeout_s * 1000)
@@ -340,6 +341,11 @@ class ProcessCrew:
         self._pids.pop(number, None)
         waiting = self._waiting.pop(number, None)
         self._pings.discard(number)
+        if code == RETIRED:
+            self.restarts += 1
+            self._make(number)
+            self._resolve_suspects()
+            return
         held, ordinal, _ = RECORD.unpack_from(self._control, self._control_at + number * RECORD_BYTES)
         self._fruitless += 1
         if waiting is not None:
@@ -417,7 +423,7 @@ class ProcessCrew:
         drained = []
         with contextlib.suppress(BlockingIOError):
             while data := self._queue.receive(wait=False):
-                drained.append(decode_task(data).id)
+                drained.append(ident_of(data))
         self._backlog.extend(backlog)
         return [task for task in drained if task in self._outstanding]
 

@@ -7,14 +7,15 @@ stuck in a load when the crew is closed is left behind as a daemon and ends with
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import queue
 import threading
 
 from penstock._core import context
 from penstock._core.arena import Arena
 from penstock._core.fill import Filler, SampleGauge, failure_of
-from penstock._core.program import Probe, Program
-from penstock._core.spec import Spec
+from penstock._core.program import Probe, Program, Setup
 from penstock._core.task import Grant, Reply, Status, Task
 
 __all__ = ["ThreadCrew"]
@@ -32,7 +33,8 @@ class ThreadCrew:
         self._program = program
         self._first = Filler(program, self.arena, 0)
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
+        self._closed = False
         self._grants: list[queue.SimpleQueue[Grant]] = []
         self._threads: list[threading.Thread] = []
         self._taken: list[Reply] = []
@@ -41,15 +43,21 @@ class ThreadCrew:
         """Load a few items in this thread."""
         return self._first.probe(task, SampleGauge())
 
-    def start(self, spec: Spec, rows: int, workers: int) -> None:
+    def start(self, setup: Setup) -> None:
         """Start the threads."""
-        for number in range(workers):
+        for number in range(setup.workers):
             filler = self._first if number == 0 else Filler(self._program, self.arena, number)
-            filler.configure(spec, rows)
+            filler.configure(setup.spec, setup.rows)
             self._grants.append(queue.SimpleQueue())
             thread = threading.Thread(
                 target=_work,
-                args=(filler, context.WorkerInfo(number, workers), self._tasks, self._replies, self._grants[number]),
+                args=(
+                    filler,
+                    context.WorkerInfo(number, setup.workers),
+                    self._tasks,
+                    self._replies,
+                    self._grants[number],
+                ),
                 name=f"penstock-{number}",
                 daemon=True,
             )
@@ -70,20 +78,24 @@ class ThreadCrew:
                     taken.append(task.id)
         return taken
 
-    def grant(self, worker: int, grant: Grant) -> None:
+    def grant(self, request: Reply, grant: Grant) -> None:
         """Let a thread go on."""
-        self._grants[worker].put(grant)
+        self._grants[request.worker].put(grant)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until there is a reply."""
+        if self._taken or self._closed:
+            return
+        get = functools.partial(self._replies.get, timeout=timeout_s)
         with contextlib.suppress(queue.Empty):
-            self._taken.append(self._replies.get(timeout=timeout_s))
+            # Within one call of C: a Ctrl-C between getting and keeping a reply would lose it.
+            self._taken.extend(itertools.islice(iter(get, None), 1))
 
     def take(self) -> list[Reply]:
         """The replies that are there now."""
         with contextlib.suppress(queue.Empty):
-            while True:
-                self._taken.append(self._replies.get_nowait())
+            while (reply := self._replies.get_nowait()) is not None:
+                self._taken.append(reply)
         replies, self._taken = self._taken, []
         return replies
 
@@ -93,6 +105,7 @@ class ThreadCrew:
 
     def close(self) -> None:
         """Let every thread end."""
+        self._closed = True
         self.withdraw()
         for grants in self._grants:
             grants.put(Grant(0, None, 0))
@@ -102,6 +115,7 @@ class ThreadCrew:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
         self._threads.clear()
+        self._replies.put(None)  # for a consumer that waits in another thread
         self.arena.close()
 
 
@@ -109,7 +123,7 @@ def _work(
     filler: Filler,
     info: context.WorkerInfo,
     tasks: queue.SimpleQueue[Task | None],
-    replies: queue.SimpleQueue[Reply],
+    replies: queue.SimpleQueue[Reply | None],
     grants: queue.SimpleQueue[Grant],
 ) -> None:
     context.set_worker(info)

@@ -1,0 +1,507 @@
+"""Worker processes where memfd, pidfd or seqpacket sockets are missing: macOS, Windows, some builds of Python.
+
+Only what ``multiprocessing`` has everywhere: processes, and one pipe to each of them. Nothing is shared between
+workers but the arena, no queue and no lock, so a killed worker leaves nothing locked. The price is that somebody must
+give out the tasks: a thread of the parent does, which alone touches processes and pipes, while the consumer only
+leaves tasks and fetches replies. A worker is given two tasks at a time, so that it need not wait for its next one
+and little waits behind a slow item.
+
+``_run`` and below run in the workers; the rest in the parent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from multiprocessing import connection
+from typing import Any, Final
+
+import cloudpickle
+
+from penstock._core import context
+from penstock._core.arena import CONTROL_BYTES
+from penstock._core.arena_named import NamedArena, Segment
+from penstock._core.crew import lives
+from penstock._core.errors import PenstockError
+from penstock._core.fill import Failed, Filler, failure_of
+from penstock._core.program import Probe, Program
+from penstock._core.spec import Spec
+from penstock._core.task import Failure, Grant, Reply, Status, Task
+from penstock._core.wire import decode_reply, decode_task, encode_reply, encode_task
+from penstock._core.worker import RECORD, RECORD_BYTES, probed, settle
+
+__all__ = ["PortableCrew"]
+
+# Windows waits for 63 things at once: two a worker, and the consumer.
+MOST_WORKERS: Final = 30 if sys.platform == "win32" else CONTROL_BYTES // RECORD_BYTES
+TASKS_A_WORKER: Final = 2
+# A task that waits in a pipe must fit into it, or the parent would wait for a worker that waits for the parent. The
+# smallest pipe is that of macOS, 8 KiB.
+SMALL: Final = 4096
+LOOK_S: Final = 1.0  # a process that a dead worker had forked keeps its pipe open: only looking shows the death
+DEATH_S: Final = 1.0  # from the closed pipe of a dying worker to its end
+GRACE_S: Final = 0.2  # for workers to end by themselves when the crew is closed; a load in progress is killed
+_TASK: Final = b"t"
+_WORD: Final = b"w"
+_hiding: Final = threading.Lock()
+
+
+@dataclasses.dataclass(slots=True)
+class _Worker:
+    """A worker as the parent knows it."""
+
+    number: int
+    process: Any
+    pid: int
+    pipe: connection.Connection
+    told: int
+    """Segments of the arena that it was told of."""
+    mapped: int
+    """Segments that it can reach without their names."""
+    up: bool = False
+    given: deque[Task] = dataclasses.field(default_factory=deque)
+    """Tasks in its hands, in the order in which it does them."""
+    waiting: bool = False
+    """Whether the first of them waits for a grant."""
+
+
+class PortableCrew:
+    """Processes, a pipe to each, and the thread that talks to them."""
+
+    def __init__(self, program: Program, *, start_method: str | None = None) -> None:
+        self.restarts = 0
+        method = start_method or "spawn"
+        if method not in multiprocessing.get_all_start_methods():
+            raise PenstockError(f"start_method={method!r} does not exist on this system: leave it out")
+        self._context: Any = multiprocessing.get_context(method)
+        self._forks = method == "fork"
+        self._program: Program | bytes = program if self._forks else lives.pickled(program)
+        self._deaths = lives.Deaths(program)
+        self._owner = os.getpid()
+        self._workers: dict[int, _Worker] = {}
+        self._setup: bytes | None = None
+        # What the consumer leaves for the thread. Deques, because a lock could be held by the very thread in which the
+        # garbage collector ends a lease, and so submits a task.
+        self._tasks: deque[Task] = deque()
+        self._wishes: deque[Any] = deque()
+        self._parked: dict[int, Task] = {}  # their worker died while it waited: they have no room before the grant
+        self._large = -1  # the id of a task that is too large to wait in a pipe
+        self._replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
+        self._taken: list[Reply | None] = []
+        self._error: BaseException | None = None
+        self._closing = False
+        self.arena = NamedArena()
+        self._control, self._control_at = self.arena.window(0, CONTROL_BYTES)
+        self._bell, self._button = multiprocessing.Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._serve, name="penstock-crew", daemon=True)
+        # Before multiprocessing's own turn, which kills the workers and then waits for those that we made in their place.
+        atexit.register(self.close)
+        self._wishes.append(1)
+        self._thread.start()
+
+    # ---- the interface
+
+    def probe(self, task: Task) -> Probe | None:
+        """Have worker 0 load a few items; what it loaded is used again when their turn comes."""
+        self._deaths.forget_probe()
+        self.submit(task)
+        while True:
+            self.wait()
+            for reply in self.take():
+                if isinstance(reply.body, Failure):
+                    raise Failed(reply.body)
+                probe: Probe | None = reply.body
+                return probe
+
+    def start(self, spec: Spec, rows: int, workers: int) -> None:
+        """Have as many workers as were planned (and the system allows), all told what a slot looks like."""
+        workers = min(workers, MOST_WORKERS)
+        self._setup = _word("setup", spec, rows, workers)
+        self._wish(workers)
+
+    def submit(self, task: Task) -> None:
+        """Have a task done by whoever is free."""
+        self._tasks.append(task)
+        self._ring()
+
+    def withdraw(self) -> list[int]:
+        """Take back what was not given to a worker."""
+        taken = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._tasks.popleft().id)
+        return taken
+
+    def grant(self, request: Reply, grant: Grant) -> None:
+        """Let the worker that waits go on, or another in its place if it died."""
+        self._wish((request, grant))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until there is a reply, or a second is over: on Windows Ctrl-C is seen only in between."""
+        if self._error is None:
+            with contextlib.suppress(queue.Empty):
+                self._taken.append(self._replies.get(timeout=LOOK_S if timeout_s is None else timeout_s))
+
+    def take(self) -> list[Reply]:
+        """The replies that are there now."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._taken.append(self._replies.get_nowait())
+        if self._error is not None:
+            raise self._error
+        taken, self._taken = self._taken, []
+        return [reply for reply in taken if reply is not None]
+
+    def pids(self) -> list[int]:
+        """The workers."""
+        return [worker.pid for worker in list(self._workers.values())]
+
+    def close(self) -> None:
+        """Stop the workers; when this returns they are gone."""
+        if os.getpid() != self._owner:  # forked off: none of it is ours
+            return
+        atexit.unregister(self.close)
+        self._closing = True
+        self._ring()
+        if self._thread is not threading.current_thread():  # else the garbage collector called, and it goes on by itself
+            self._thread.join()
+
+    # ---- the thread
+
+    def _wish(self, wish: Any) -> None:
+        self._wishes.append(wish)
+        self._ring()
+
+    def _ring(self) -> None:
+        # ValueError: on Windows another thread may be ringing at this moment, which is as good.
+        with contextlib.suppress(OSError, ValueError):
+            self._button.send_bytes(b"")
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing:
+                while self._wishes:
+                    self._obey(self._wishes.popleft())
+                self._give_out()
+                self._look(connection.wait(self._ears(), LOOK_S))
+        except BaseException as error:  # noqa: BLE001 - raised where the consumer is
+            self._error = error
+            self._replies.put(None)
+        finally:
+            self._stop_workers()
+            while not self._closing:  # after an error: batches that are ready stay so until the crew is closed
+                self._bell.poll(None)
+                self._hear_bell()
+            self._bell.close()
+            self._button.close()
+            del self._control
+            self.arena.close()
+
+    def _ears(self) -> list[Any]:
+        workers = self._workers.values()
+        return [self._bell, *(worker.pipe for worker in workers), *(worker.process.sentinel for worker in workers)]
+
+    def _obey(self, wish: Any) -> None:
+        if not isinstance(wish, int):
+            self._grant(*wish)
+            return
+        for worker in self._workers.values():
+            assert self._setup is not None
+            self._send(worker, self._setup)
+        for number in range(len(self._workers), wish):
+            self._make(number)
+
+    def _grant(self, request: Reply, grant: Grant) -> None:
+        for worker in self._workers.values():
+            if worker.waiting and worker.given[0].id == request.task:
+                worker.waiting = False
+                _move(worker.given[0], grant)
+                self._send(worker, _word("grant", grant))
+                return
+        task = self._parked.pop(request.task)
+        if grant.offset is not None:
+            _move(task, grant)
+            self._tasks.appendleft(task)
+        else:
+            self._replies.put(Reply(task.id, request.worker, Status.DONE))
+
+    def _give_out(self) -> None:
+        """Give tasks to those who have fewest, in the order in which they came."""
+        ready = [worker for worker in self._workers.values() if worker.up]
+        while ready and self._tasks:
+            worker = min(ready, key=lambda worker: len(worker.given))
+            if len(worker.given) == TASKS_A_WORKER:
+                return
+            try:
+                task = self._tasks.popleft()
+            except IndexError:  # withdrawn this moment
+                return
+            # Behind another only a later task: an earlier one that waits for its death to be made good may be the one
+            # without which the other gets no room.
+            behind = len(worker.given) > 0
+            if behind and (task.id == self._large or task.id < worker.given[-1].id):
+                self._tasks.appendleft(task)
+                return
+            try:
+                data = _word("probe", task) if task.id == lives.PROBE else _TASK + encode_task(task)
+            except Exception as error:  # noqa: BLE001 - an item that cannot be pickled; the user gets to see it
+                self._replies.put(Reply(task.id, worker.number, Status.FAILED, body=failure_of(error, 0, None)))
+                continue
+            if behind and len(data) > SMALL:
+                self._large = task.id
+                self._tasks.appendleft(task)
+                return
+            worker.given.append(task)
+            self._send(worker, data)
+
+    def _look(self, ready: list[Any]) -> None:
+        if self._bell in ready:
+            self._hear_bell()
+        for worker in list(self._workers.values()):
+            alive = self._hear(worker) if worker.pipe in ready else True
+            if not alive or worker.process.sentinel in ready or (not ready and not worker.process.is_alive()):
+                self._died(worker)
+
+    def _hear_bell(self) -> None:
+        while self._bell.poll():
+            self._bell.recv_bytes()
+
+    def _hear(self, worker: _Worker) -> bool:
+        """Take what a worker has said; False when it will say no more."""
+        while True:
+            try:
+                if not worker.pipe.poll():
+                    return True
+                data = worker.pipe.recv_bytes()
+            except (EOFError, OSError):
+                return False
+            self._take(worker, decode_reply(data))
+
+    def _take(self, worker: _Worker, reply: Reply) -> None:
+        if reply.status is Status.ABSENT:
+            raise lives.cannot_start(reply.body.error, reply.body.trace)
+        if reply.status is Status.PONG:
+            worker.up, worker.mapped = True, reply.task
+            self._unname()
+            return
+        self._deaths.fruit()
+        task = worker.given[0]
+        assert task.id == reply.task
+        if reply.status is Status.MORE:
+            worker.waiting = True
+            if reply.body is not None:
+                task.skip += reply.rows
+        else:
+            worker.given.popleft()
+            reply.failures += lives.lost_failures(task)
+        self._replies.put(reply)
+
+    def _send(self, worker: _Worker, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # it died: told by its sentinel
+            if fresh := self.arena.segments[worker.told :]:
+                worker.told += len(fresh)
+                worker.pipe.send_bytes(_word("segments", fresh))
+            worker.pipe.send_bytes(data)
+
+    def _unname(self) -> None:
+        self.arena.unname(min(worker.mapped for worker in self._workers.values()))
+
+    # ---- birth and death
+
+    def _make(self, number: int) -> None:
+        RECORD.pack_into(self._control, self._control_at + number * RECORD_BYTES, 0, 0, 0.0)
+        segments = list(self.arena.segments)
+        mine, theirs = self._context.Pipe()
+        # Others hold no end of a pipe that is not theirs, or it would not close with this process.
+        shut = [mine, self._bell, self._button, *(worker.pipe for worker in self._workers.values())]
+        arguments = (self._program, number, theirs, segments, self._setup, shut if self._forks else ())
+        process = self._context.Process(target=_run, args=arguments, name=f"penstock-{number}", daemon=True)
+        try:
+            with contextlib.nullcontext() if self._forks else _main_hidden():
+                process.start()
+        except BaseException:
+            mine.close()
+            raise
+        finally:
+            theirs.close()
+        known = len(segments)
+        self._workers[number] = _Worker(number, process, process.pid, mine, known, known if segments[0].fd >= 0 else 0)
+        self._unname()
+
+    def _died(self, worker: _Worker) -> None:
+        """A worker is gone for good: what it held is given to others, its place to a new one."""
+        worker.process.join(DEATH_S)
+        if worker.process.is_alive():  # it closed its pipe, which only user code can have done
+            worker.process.kill()
+            worker.process.join()
+        self._hear(worker)  # what it said before it died counts
+        code = worker.process.exitcode or 0
+        worker.pipe.close()
+        worker.process.close()
+        held, ordinal, _ = RECORD.unpack_from(self._control, self._control_at + worker.number * RECORD_BYTES)
+        given = list(worker.given)
+        if worker.waiting:
+            task = given.pop(0)
+            self._parked[task.id] = task
+        for task in reversed(given):
+            failure = self._deaths.of(task, ordinal, code) if task.id == held - 1 else None
+            if failure is None:
+                self._tasks.appendleft(task)
+            else:
+                self._replies.put(Reply(task.id, worker.number, Status.FAILED, body=failure))
+        del self._workers[worker.number]
+        if hopeless := self._deaths.give_up(code, len(self._workers) + 1):
+            raise hopeless
+        self.restarts += 1
+        self._make(worker.number)
+
+    def _stop_workers(self) -> None:
+        for worker in self._workers.values():
+            with contextlib.suppress(OSError):
+                worker.pipe.send_bytes(_word("stop"))
+            worker.pipe.close()
+        deadline = time.monotonic() + GRACE_S
+        alive = {worker.process.sentinel for worker in self._workers.values()}
+        while alive and (left_s := deadline - time.monotonic()) > 0:
+            alive -= set(connection.wait(list(alive), left_s))
+        for worker in self._workers.values():
+            if worker.process.sentinel in alive:
+                worker.process.kill()
+            worker.process.join()
+            worker.process.close()
+        self._workers.clear()
+
+
+def _word(word: str, *rest: Any) -> bytes:
+    return _WORD + bytes(cloudpickle.dumps((word, *rest)))
+
+
+def _move(task: Task, grant: Grant) -> None:
+    if grant.offset is not None:
+        task.slot, task.offset, task.capacity = grant.slot, grant.offset, grant.capacity
+
+
+@contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Keep multiprocessing from importing the user's main script in a worker: what load needs of it travels by value."""
+    main = sys.modules["__main__"]
+    with _hiding:
+        kept = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
+        vars(main)["__spec__"] = None
+        try:
+            yield
+        finally:
+            vars(main).update(kept)
+
+
+# ---- in the worker
+
+
+def _run(
+    program: Program | bytes,
+    number: int,
+    pipe: connection.Connection,
+    segments: list[Segment],
+    setup: bytes | None,
+    shut: tuple[connection.Connection, ...],
+) -> None:
+    """Be worker ``number`` until told to stop, or until the parent is gone and with it the other end of the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it stops the crew
+    for other in shut:
+        other.close()
+    with contextlib.suppress(EOFError, OSError):
+        if isinstance(program, bytes):
+            try:
+                program = pickle.loads(program)
+            except Exception as error:  # noqa: BLE001 - the user gets to see it
+                pipe.send_bytes(encode_reply(Reply(0, number, Status.ABSENT, body=failure_of(error, 0, None))))
+                return
+        assert isinstance(program, Program)
+        settle(program.seed, number)
+        _Desk(program, number, pipe, NamedArena(segments), setup).work()
+
+
+class _Desk:
+    """Where a worker sits: its pipe, its record, and the tasks that came while it waited for something else."""
+
+    def __init__(
+        self, program: Program, number: int, pipe: connection.Connection, arena: NamedArena, setup: bytes | None
+    ) -> None:
+        self._number = number
+        self._pipe = pipe
+        self._arena = arena
+        self._filler = Filler(program, arena, number)
+        self._filler.beat = self._beat
+        self._memory, self._at = arena.window(number * RECORD_BYTES, RECORD_BYTES)
+        self._current = 0
+        self._tasks: deque[Task | bytes] = deque()
+        if setup is not None:
+            self._obey(setup)
+
+    def work(self) -> None:
+        """Do tasks; ends by SystemExit when told to, by EOFError or OSError when there is no parent."""
+        self._reply(Reply(len(self._arena.segments), self._number, Status.PONG))
+        while True:
+            while not self._tasks:
+                self._obey(self._pipe.recv_bytes())
+            self._reply(self._do(self._tasks.popleft()))
+            self._current = 0
+            self._beat(0)
+
+    def _do(self, given: Task | bytes) -> Reply:
+        if isinstance(given, bytes):
+            ident = task_id(given)
+            try:
+                task = decode_task(given)
+            except Exception as error:  # noqa: BLE001 - an item whose class is not known here; the user gets to see it
+                return Reply(ident, self._number, Status.FAILED, body=failure_of(error, 0, None))
+        else:
+            task = given
+        self._current = task.id + 1
+        self._beat(0)
+        return probed(self._filler, task) if task.id == lives.PROBE else self._filler.do(task, self._ask)
+
+    def _reply(self, reply: Reply) -> None:
+        self._pipe.send_bytes(encode_reply(reply))
+
+    def _beat(self, ordinal: int) -> None:
+        RECORD.pack_into(self._memory, self._at, self._current, ordinal, time.monotonic())
+
+    def _ask(self, reply: Reply) -> Grant:
+        self._reply(reply)
+        while (grant := self._obey(self._pipe.recv_bytes())) is None:
+            pass
+        return grant
+
+    def _obey(self, message: bytes) -> Grant | None:
+        if message[:1] == _TASK:
+            self._tasks.append(message[1:])
+            return None
+        word, *rest = pickle.loads(message[1:])
+        if word == "grant":
+            grant: Grant = rest[0]
+            return grant
+        if word == "probe":
+            self._tasks.append(rest[0])
+        elif word == "setup":
+            spec, rows, count = rest
+            context.set_worker(context.WorkerInfo(self._number, count))
+            self._filler.configure(spec, rows)
+        elif word == "segments":
+            for segment in rest[0]:
+                self._arena.attach(segment)
+            self._reply(Reply(len(self._arena.segments), self._number, Status.PONG))
+        elif word == "stop":
+            raise SystemExit
+        return None

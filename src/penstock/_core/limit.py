@@ -1,0 +1,55 @@
+"""Holds a worker process to its share of the budget. Runs in workers.
+
+Two lines. The hard one is the kernel's: RLIMIT_DATA bounds private memory (not the arena, which is shared), so that a
+load that asks for too much gets a MemoryError for that item in place of the out-of-memory killer for the job. The
+soft one is looked at between tasks: a worker that has grown (leaks, caches, memory that malloc keeps) first gives back
+what it can, and if that is not enough it ends and is replaced by a fresh one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import time
+from typing import Final
+
+from penstock._core import machine
+
+__all__ = ["RETIRED", "Limit"]
+
+RETIRED: Final = 75  # exit code of a worker that ends because it has grown; sysexits calls it EX_TEMPFAIL
+LOOK_S: Final = 0.02  # a look costs some 20 us; memory that grows faster than this meets the hard line
+SOFT_SHARE: Final = 0.6  # of the growth that is allowed: what is above may be needed by the next load
+
+
+class Limit:
+    """The growth that one worker is allowed above what it is when it starts."""
+
+    def __init__(self, growth_bytes: int, load_bytes: int) -> None:
+        self._pid = os.getpid()
+        self._looked_s = 0.0
+        # A load must find its room again after the soft line was just not crossed.
+        self._soft = machine.anon_bytes(self._pid) + max(
+            0, min(int(SOFT_SHARE * growth_bytes), growth_bytes - load_bytes)
+        )
+        machine.limit_data(growth_bytes)
+
+    def outgrown(self) -> bool:
+        """Whether this worker should be replaced: it is above its soft line and cannot get below it."""
+        now = time.monotonic()
+        if now - self._looked_s < LOOK_S:
+            return False
+        self._looked_s = now
+        if machine.anon_bytes(self._pid) <= self._soft:
+            return False
+        gc.collect()
+        trim()
+        return machine.anon_bytes(self._pid) > self._soft
+
+
+def trim() -> None:
+    """Have malloc give back to the system what was freed; glibc keeps it otherwise."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

@@ -1,0 +1,121 @@
+"""The feeds whose memory is measured from outside; run as a script: ``python cases.py NAME FOLDER``.
+
+The script says "base" and waits for a line on its standard input before it makes the feed, so that what the feed adds
+can be told from what was there before. It ends by printing one line of JSON: what it saw and what stats said.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import penstock
+from penstock import Feed, MiB
+
+_leak: list[Any] = []
+
+
+def load_npy(path: str) -> Any:
+    return np.load(path)
+
+
+def load_hungry(i: int) -> Any:
+    """Temporaries ten times the result (2 MiB)."""
+    parts = [np.full(MiB(2) // 8, float(i)) for _ in range(10)]
+    return np.maximum.reduce(parts)
+
+
+def load_leaky(i: int) -> Any:
+    _leak.append(np.ones(MiB(1) // 8))
+    return np.full(1024, float(i))
+
+
+def load_path(path: str) -> Any:
+    return np.full((128,), float(path.rpartition("/")[2]))
+
+
+def load_ragged(i: int) -> Any:
+    return np.full((1 + i * i * 37 % 200_000,), float(i))
+
+
+def load_192k(i: int) -> Any:
+    return np.full((192 * 1024 // 4,), float(i), np.float32)
+
+
+def big_files(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.glob("big-*.npy"))
+
+
+Case = Callable[[Path], tuple[Feed, int, Callable[[], Iterator[int]]]]
+
+
+def _each(feed: Feed, epochs: int = 1) -> Iterator[int]:
+    for epoch in feed.epochs(epochs):
+        for batch in epoch:
+            yield len(batch.data if isinstance(batch, penstock.Padded) else batch)
+
+
+CASES: dict[str, tuple[int, Callable[[Path], Any], dict[str, Any]]] = {
+    "arrays of 24 MiB": (MiB(256), lambda f: (big_files(f), load_npy), {"batch_size": 1, "num_workers": 2}),
+    "samples of 192 KiB": (MiB(160), lambda f: (range(3000), load_192k), {"batch_size": 32, "num_workers": 2}),
+    "temporaries": (MiB(256), lambda f: (range(400), load_hungry), {"batch_size": 4, "num_workers": 2}),
+    "leak": (MiB(256), lambda f: (range(3000), load_leaky), {"batch_size": 8, "num_workers": 2}),
+    "two million paths": (
+        MiB(256),
+        lambda f: ([f"/somewhere/in/a/folder/{i:012d}" for i in range(2_000_000)], load_path),
+        {"batch_size": 256, "num_workers": 2, "take": 2000},
+    ),
+    "ragged": (MiB(256), lambda f: (range(600), load_ragged), {"batch_size": 16, "num_workers": 2, "collate_fn": "pad"}),
+    "threads": (
+        MiB(256),
+        lambda f: (big_files(f), load_npy),
+        {"batch_size": 1, "num_workers": 2, "executor": "thread"},
+    ),
+    "two epochs": (MiB(160), lambda f: (range(1500), load_192k), {"batch_size": 32, "num_workers": 2, "epochs": 2}),
+    "spawn": (
+        MiB(256),
+        lambda f: (range(1500), load_192k),
+        {"batch_size": 32, "num_workers": 2, "start_method": "spawn"},
+    ),
+}
+
+
+def main() -> None:
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    budget, make, keywords = CASES[name]
+    epochs, take = keywords.pop("epochs", 1), keywords.pop("take", None)
+    items, load = make(folder)
+    warnings.simplefilter("error")
+    print("base", flush=True)
+    sys.stdin.readline()
+    samples = 0
+    with Feed(items, load, memory=budget, **keywords) as feed:
+        for number, rows in enumerate(_each(feed, epochs)):
+            samples += rows
+            if number == take:
+                break
+        plan = feed.plan
+    print(
+        json.dumps(
+            {
+                "samples": samples,
+                "expected": None if take else epochs * len(items),
+                "peak_bytes": feed.stats.peak_bytes,
+                "planned": plan.total_bytes,
+                "restarts": feed.stats.restarts,
+                "copied": feed.stats.copied,
+                "plan": str(plan),
+            }
+        ),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
