@@ -87,14 +87,14 @@ def test_the_engine_imports_only_files_that_stand_before_the_importing_one(path:
     if own == "__init__":
         assert list(imports_of(tree)) == [], "_core/__init__.py imports nothing: users import from penstock"
         return
-    at_import = {line for node in tree.body for _, line in imports_of(node) if not isinstance(node, ast.FunctionDef)}
+    on_use = {line for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for _, line in imports_of(node)}
     wrong = []
     for module, line in imports_of(tree):
         first, *rest = module.removeprefix("penstock.").split(".")
         if first == "_core":
             if rest[0] != own and place(rest[0]) >= place(own):
                 wrong.append(f"line {line}: {own} imports {rest[0]}, which stands after it")
-        elif line in at_import:
+        elif line not in on_use:
             wrong.append(f"line {line}: {own} imports {module} from outside the engine")
     assert wrong == []
     place(own)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from penstock._core.layout import PAGE
 
-__all__ = ["CONTROL_BYTES", "Arena", "can_share"]
+__all__ = ["CONTROL_BYTES", "AnyArena", "Arena", "can_share"]
 
 # The first pages hold a record per worker (64 bytes: what it is doing), before any slot: 256 workers.
 CONTROL_BYTES: Final = 4 * PAGE
@@ -24,6 +24,16 @@ CONTROL_BYTES: Final = 4 * PAGE
 def can_share() -> bool:
     """Whether this system has memfd."""
     return hasattr(os, "memfd_create")
+
+
+class AnyArena(Protocol):
+    """Where slots lie: this file's arena, or the one of segments with names."""
+
+    def extend(self, size: int) -> int: ...
+    def window(self, offset: int, size: int) -> tuple[Any, int]: ...
+    def discard(self, offset: int, size: int) -> None: ...
+    def resident_bytes(self) -> int: ...
+    def close(self) -> None: ...
 
 
 class Arena:

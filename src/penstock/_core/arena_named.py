@@ -35,6 +35,7 @@ class Segment:
 
     start: int
     size: int
+    """0: it is gone."""
     name: str
     fd: int = -1
     """Where a process that is being made finds it, name or not; -1 for one that runs already, and on Windows."""
@@ -53,67 +54,87 @@ class NamedArena:
     """Memory that grows by whole segments; what is mapped stays mapped while anything refers to it."""
 
     def __init__(self, attached: Sequence[Segment] | None = None) -> None:
-        self.segments: list[Segment] = []
-        self.size = 0
-        self._mappings: list[mmap.mmap] = []
-        self._named = 0
-        """The first segment that still has its name."""
+        self.log: list[Segment] = []
+        """What happened to it, in order, for workers that were there before."""
+        self._there: dict[int, tuple[Segment, mmap.mmap]] = {}  # by where they start
+        self._end = 0
+        self._named = 0  # the first of the log that may still have its name
         if attached is None:
             self.extend(CONTROL_BYTES)
         else:
-            for segment in attached:
-                self.attach(segment)
+            self.follow(attached)
 
     def extend(self, size: int) -> int:
         """Add so many bytes (whole pages) at the end; where they start."""
         size = -(-size // PAGE) * PAGE
-        # macOS allows 31 characters.
-        name, start = f"/penstock-{secrets.token_hex(8)}", self.size
+        name = f"/penstock-{secrets.token_hex(8)}"  # macOS allows 31 characters
         fd, mapping = _create(name, size)
-        self._mappings.append(mapping)
-        self.segments.append(Segment(start, size, name, fd))
-        self.size += size
-        return start
-
-    def attach(self, segment: Segment) -> None:
-        """Map a segment that another process made."""
-        self._mappings.append(_open(segment))
-        self.segments.append(segment)
-        self.size += segment.size
+        segment = Segment(self._end, size, name, fd)
+        self._there[segment.start] = segment, mapping
+        self._end += size
+        self.log.append(segment)
+        return segment.start
 
     def window(self, offset: int, size: int) -> tuple[Any, int]:
         """The mapping that holds these bytes, and where in it they start."""
-        for segment, mapping in zip(self.segments, self._mappings, strict=False):
+        for segment, mapping in list(self._there.values()):
             if segment.start <= offset and offset + size <= segment.start + segment.size:
                 return mapping, offset - segment.start
-        raise AssertionError(f"no segment holds bytes {offset} to {offset + size} of an arena of {self.size}")
+        raise AssertionError(f"no segment holds bytes {offset} to {offset + size} of an arena of {self._end}")
 
     def discard(self, offset: int, size: int) -> None:
-        """Give the memory of these bytes back to the system, where it can take it; they are not used again."""
-        if hasattr(mmap, "MADV_REMOVE"):
+        """Give the memory of these bytes back to the system; they are not used again.
+
+        A part of a segment can only be given back on Linux; elsewhere it stays until the arena is closed.
+        """
+        segment, mapping = self._there.get(offset, (None, None))
+        if segment is not None and segment.size == size:
+            del self._there[offset]
+            self.log.append(dataclasses.replace(segment, size=0))
+        elif hasattr(mmap, "MADV_REMOVE"):
             mapping, start = self.window(offset, size)
             mapping.madvise(mmap.MADV_REMOVE, start, size)
 
-    def resident_bytes(self) -> int:
-        """Memory that the arena really takes; all of it where the system does not say."""
-        if sys.platform != "linux":
-            return self.size
-        return sum(os.fstat(segment.fd).st_blocks * 512 for segment in self.segments)
+    def segments(self) -> list[Segment]:
+        """What there is now, for a worker that is being made."""
+        return [segment for segment, _ in list(self._there.values())]
+
+    def follow(self, log: Sequence[Segment]) -> None:
+        """Do in this process what was done to the arena in the one that owns it."""
+        for segment in log:
+            if segment.size:
+                self._there[segment.start] = segment, _open(segment)
+            else:
+                self._there.pop(segment.start, None)
 
     def unname(self, count: int) -> None:
-        """Nobody who is alive needs the names of the first ``count`` segments."""
-        for segment in self.segments[self._named : count]:
-            _unlink(segment.name)
+        """All workers have followed the first ``count`` of the log: nobody needs a name or a segment that is gone.
+
+        To be called by whoever makes workers, between two of them.
+        """
+        for segment in self.log[self._named : count]:
+            if segment.size:
+                _unlink(segment.name)
+            else:
+                _close(segment.fd)
         self._named = max(self._named, count)
+
+    def resident_bytes(self) -> int:
+        """Memory that the arena really takes; all of it where the system does not say."""
+        says = sys.platform == "linux"
+        return sum(os.fstat(part.fd).st_blocks * 512 if says else part.size for part in self.segments())
 
     def close(self) -> None:
         """Forget the memory; it is given back when the last batch over it is gone."""
-        self.unname(len(self.segments))
-        segments, self.segments = self.segments, []
-        self._mappings = []
-        for segment in segments:
-            if segment.fd >= 0:
-                os.close(segment.fd)
+        self.unname(len(self.log))
+        for segment in self.segments():
+            _close(segment.fd)
+        self._there = {}
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
 
 
 if sys.platform == "win32":  # pragma: no cover
@@ -128,7 +149,7 @@ if sys.platform == "win32":  # pragma: no cover
         pass
 
 else:
-    import _posixshmem
+    import _posixshmem  # type: ignore[import-not-found]  # no stubs; what SharedMemory itself stands on
 
     def _create(name: str, size: int) -> tuple[int, mmap.mmap]:
         fd = _posixshmem.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)

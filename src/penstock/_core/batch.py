@@ -108,6 +108,8 @@ def packed_batch(packed: Packed, trees: Trees, memory: Any, start: int, convert:
             if copy:
                 array = array.copy()
             leaves.append(array if convert is None else convert(array))
+        elif kind == "generic":
+            leaves.append(array.copy()[()] if convert is None else convert(array.copy()))
         elif kind == "scalar":
             leaves.append(array[()].item())
         else:

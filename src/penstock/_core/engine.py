@@ -27,10 +27,11 @@ from penstock._core import machine
 from penstock._core.batch import Leases
 from penstock._core.budget import format_bytes
 from penstock._core.crew import Crew
-from penstock._core.errors import BudgetError, FeedClosed, LeaseError, LoadError, SpecError, WorkerLost, shown
-from penstock._core.layout import PAGE
+from penstock._core.errors import BudgetError, FeedClosed, LeaseError, LoadError, SpecError, WorkerLost, said, shown
 from penstock._core.ledger import Ledger
 from penstock._core.plan import Plan
+from penstock._core.program import Probe
+from penstock._core.regions import Regions
 from penstock._core.stats import Stats
 from penstock._core.task import Failure, Grant, Mode, Reply, Status, Task
 
@@ -38,7 +39,7 @@ __all__ = ["Chunk", "Engine", "Unit", "error_of"]
 
 # A task should take about this long: long against a message (some 20 us), short against a slow item beside it.
 TASK_S: Final = 1e-3
-MEASURE_S: Final = 0.25  # how often memory is looked at; a look costs some 100 us a process
+MEASURE_S: Final = 0.1  # how often memory is looked at; a look costs some 100 us a process
 
 
 @dataclasses.dataclass(slots=True)
@@ -121,17 +122,23 @@ class Engine:
     """Slots, crew and ledger of one feed, for as long as the feed lives."""
 
     def __init__(
-        self, crew: Crew, plan: Plan, *, mode: Mode, slot_bytes: int, samples_per_item: int | None, load_s: float
+        self,
+        crew: Crew,
+        plan: Plan,
+        *,
+        mode: Mode,
+        slot_bytes: int,
+        spare_bytes: int,
+        samples_per_item: int | None,
+        probe: Probe,
     ) -> None:
         self.crew = crew
         self.plan = plan
         self.stats = Stats()
         self.mode = mode
         self._each = samples_per_item or 1
-        self._slot_bytes = slot_bytes
         slots = plan.slots + plan.staging_slots
-        base = crew.arena.extend(slots * slot_bytes)
-        self._regions = [(base + i * slot_bytes, slot_bytes) for i in range(slots)]
+        self._regions = Regions(crew.arena, slots, slot_bytes, spare_bytes)
         self._ledger = Ledger(slots)
         self._leases = Leases(self._lease_ended)
         self._lock = _Lock()
@@ -143,11 +150,15 @@ class Engine:
         self._broken: Exception | None = None
         self._prepared: deque[Unit] = deque()
         self._ahead = 0
+        self._starved = False
+        """Whether the unit that is handed out next waits for memory that others hold: nothing new is begun."""
         # Without workers nothing is gained by loading ahead, and the caches are lost.
         self._most_units = slots if plan.workers else 1
         self._next_task = 1
         self._next_batch = 0
-        self._row_s = load_s
+        self._row_s = probe.load_s
+        # What loads in this process hold at once; a worker process is measured instead.
+        self._inside_bytes = 0 if crew.pids() else max(1, plan.workers) * probe.sample_bytes
         self._measured_s = 0.0
         self._closed = False
         self._owner = os.getpid()
@@ -269,6 +280,8 @@ class Engine:
     def _fill(self, *, pull: bool) -> None:
         """Begin units while there are free slots; ``pull`` may call user code (a stream's iterator)."""
         ledger = self._ledger
+        if self._starved:
+            return
         while ledger.has_free and len(self._units) < self._most_units and (unit := self._draw(pull)) is not None:
             if self.mode is Mode.FLOW and self._units and ledger.free < 2:
                 self._prepared.appendleft(unit)  # the last free slot belongs to the unit that is handed out next
@@ -387,35 +400,38 @@ class Engine:
                 self._requests.append(reply)
 
     def _enlarge(self, reply: Reply, unit: Unit, chunk: Chunk) -> None:
-        """A batch is larger than its slot: the slot moves to a larger place, if the budget has one."""
-        wanted = -(-reply.rows * 5 // 4 // PAGE) * PAGE
-        offset, capacity = self._regions[chunk.slot]
-        spent = sum(size for _, size in self._regions)
-        room = self.plan.memory - (self.plan.total_bytes - self.plan.arena_bytes) - spent + capacity
-        if wanted > room:
-            wanted = -(-reply.rows // PAGE) * PAGE
-        if wanted > room:
-            wanted = self._shrink(wanted, room)
-        if wanted == 0:
-            unit.failure = Failure(0, self._too_large(reply.rows, room), "")
+        """A batch is larger than its slot: the slot moves to a larger place, if the budget has one.
+
+        Only the unit that is handed out next may take from others, else two could wait for each other for ever.
+        """
+        regions, ledger = self._regions, self._ledger
+        self._starved = False
+        fits = regions.enlarge(chunk.slot, reply.rows)
+        if not fits and unit is self._units[0]:
+            self._put_back_later_units()
+            while not fits and ledger.usable > 2 and (slot := ledger.retire()) is not None:
+                regions.give_up(slot)
+                fits = regions.enlarge(chunk.slot, reply.rows)
+        if fits:
+            self.crew.grant(reply, Grant(chunk.slot, *regions[chunk.slot]))
+        elif unit is not self._units[0] or ledger.outstanding > 1 + len(self._requests):
+            self._requests.append(reply)  # its turn comes, or slots that are still being filled come free
+            self._starved = unit is self._units[0]
+        else:
+            unit.failure = Failure(0, self._too_large(reply.rows, regions.room + regions[chunk.slot][1]), "")
             self._account(reply.task)
             self.crew.grant(reply, Grant(0, None, 0))
-            return
-        self.crew.arena.discard(offset, capacity)
-        self._regions[chunk.slot] = (self.crew.arena.extend(wanted), wanted)
-        self.crew.grant(reply, Grant(chunk.slot, *self._regions[chunk.slot]))
 
-    def _shrink(self, wanted: int, room: int) -> int:
-        """Make room by taking free slots out of use, but for one; 0 if that is not enough."""
-        while wanted > room and self._ledger.usable > 2 and (slot := self._ledger.retire()) is not None:
-            offset, capacity = self._regions[slot]
-            self.crew.arena.discard(offset, capacity)
-            self._regions[slot] = (offset, 0)
-            room += capacity
-        return wanted if wanted <= room else 0
+    def _put_back_later_units(self) -> None:
+        """Give up what was read ahead, to be read again later: its memory is needed now."""
+        while len(self._units) > 1:
+            unit = self._units.pop()
+            for chunk in unit.chunks:
+                self._ledger.drop(chunk.batch)
+            self._prepared.appendleft(Unit(unit.epoch, unit.start, unit.indices, unit.items, unit.skip))
 
     def _too_large(self, size: int, room: int) -> BudgetError:
-        least = self.plan.memory - room + size
+        least = self.plan.memory + 2 * (size - room)
         return BudgetError(
             f"a collated batch takes {format_bytes(size)}, and the budget of {format_bytes(self.plan.memory)} has "
             f"{format_bytes(max(0, room))} for it: give memory={least} or more, or a smaller batch_size",
@@ -449,8 +465,14 @@ class Engine:
         unit.chunks.clear()
 
     def _settle(self) -> None:
+        ledger, regions = self._ledger, self._regions
         while self._freed:
-            self._ledger.ended(self._freed.popleft())
+            slot = self._freed.popleft()
+            ledger.ended(slot)
+            if regions.enlarged(slot) and ledger.retired:
+                regions.restore(slot)
+                while (other := ledger.retired) and regions.restore(other[0]):
+                    ledger.revive(other[0])
 
     def _lease_ended(self, slot: int) -> None:
         """The last view of a batch is gone, in any thread, perhaps inside the garbage collector."""
@@ -468,11 +490,12 @@ class Engine:
 
     def _add_slot(self) -> None:
         self._ledger.grow()
-        self._regions.append((self.crew.arena.extend(self._slot_bytes), self._slot_bytes))
+        self._regions.add()
 
     def _cancel(self) -> None:
         """Drop everything that was not handed out; tasks that are being done are waited for by nobody."""
         self._source = self._broken = None
+        self._starved = False
         self._prepared.clear()
         self._units.clear()
         self._ledger.cancel()
@@ -509,8 +532,13 @@ class Engine:
         self._measured_s = moment
         stats = self.stats
         stats.arena_bytes = self.crew.arena.resident_bytes()
-        stats.worker_bytes = sum(machine.own_bytes(pid) for pid in self.crew.pids())
-        stats.peak_bytes = max(stats.peak_bytes, stats.arena_bytes + stats.worker_bytes)
+        stats.worker_bytes = self._inside_bytes
+        peak = stats.arena_bytes + self._inside_bytes
+        for pid in self.crew.pids():
+            own, most = machine.peak_own_bytes(pid)
+            stats.worker_bytes += own
+            peak += most
+        stats.peak_bytes = max(stats.peak_bytes, peak)
 
 
 def error_of(failure: Failure, unit: Unit) -> Exception:
@@ -530,7 +558,7 @@ def error_of(failure: Failure, unit: Unit) -> Exception:
     what, advice = ("load", ' (to leave such items out: on_error="skip")')
     if failure.ordinal == Failure.BATCH:
         what, advice = "collate_fn", ""
-    loaded = LoadError(f"{what} failed for {shown(item)}: {type(error).__name__}: {error}{advice}", item=item)
+    loaded = LoadError(f"{what} failed for {shown(item)}: {said(error)}{advice}", item=item)
     if failure.trace:
         error.add_note(f"where load raised it:\n{failure.trace.rstrip()}")
     loaded.__cause__ = error

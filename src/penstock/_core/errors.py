@@ -18,16 +18,28 @@ __all__ = [
     "PenstockError",
     "SpecError",
     "WorkerLost",
+    "said",
     "shown",
 ]
 
 
 def shown(item: object, limit: int = 200) -> str:
     """An item as text that is safe to print: one line, no raw control characters, bounded length."""
-    text = repr(item)
+    try:
+        text = repr(item)
+    except Exception:  # noqa: BLE001 - the error that is being told matters more than the item's own
+        text = object.__repr__(item)
     if len(text) > limit:
         text = f"{text[: limit - 3]}..."
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def said(error: BaseException) -> str:
+    """What kind of error this is and what it says, whatever the user's class does when it is asked."""
+    try:
+        return f"{type(error).__qualname__}: {error}"
+    except Exception:  # noqa: BLE001 - same as above
+        return f"{type(error).__qualname__} (its message cannot be shown)"
 
 
 class PenstockError(Exception):
@@ -40,7 +52,7 @@ class BudgetError(PenstockError, MemoryError):
     ``least`` is the smallest budget in bytes that works with everything else unchanged.
     """
 
-    def __init__(self, message: str, *, least: int) -> None:
+    def __init__(self, message: str, *, least: int = 0) -> None:  # the default is for unpickling, which sets it after
         super().__init__(message)
         self.least = least
 

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 import os
+import sys
 import threading
 import time
 import warnings
@@ -24,7 +25,7 @@ import optree
 from penstock._core import context, machine
 from penstock._core.batch import Assembler, Trees, nbytes_of, packed_batch, rows_batch
 from penstock._core.budget import Size, format_bytes, parse_size
-from penstock._core.crew import Crew
+from penstock._core.crew import Crew, process_crew
 from penstock._core.crew.inline import InlineCrew
 from penstock._core.crew.threads import ThreadCrew
 from penstock._core.device import door
@@ -335,9 +336,10 @@ class Feed:
             held = self._plan.slots if self._plan is not None else 0
             warnings.warn(
                 f"the consumer holds so many of the {held} slots that workers would run dry: further batches are "
-                "copies, which cost memory outside the budget. Let batches go when they are used, or copy what you keep",
+                "copies, which cost memory outside the budget. Let batches go when they are used, or copy what you "
+                "keep",
                 ResourceHeld,
-                stacklevel=4,
+                stacklevel=_users_level(),
             )
 
     def _is_empty(self) -> bool:
@@ -435,15 +437,21 @@ class Feed:
             if isinstance(crew, InlineCrew) != (plan.workers == 0):
                 crew.close()
                 crew = self._make_crew(program, plan.workers)
+            # What the plan leaves is given to those who may turn out to need more: workers whose loads differ, and half
+            # of it to slots whose batches do.
+            spare = plan.free_bytes // 2 if program.collate is not None else 0
             engine = Engine(
-                crew, plan, mode=program.mode, slot_bytes=slot_size, samples_per_item=self._each, load_s=probe.load_s
+                crew,
+                plan,
+                mode=program.mode,
+                slot_bytes=slot_size,
+                spare_bytes=spare,
+                samples_per_item=self._each,
+                probe=probe,
             )
-            growth = plan.worker_bytes - probe.process_bytes + plan.free_bytes // max(1, plan.workers)
-            crew.start(
-                Setup(
-                    probe.spec, plan.batch_size * plan.batches_per_slot, plan.workers, max(0, growth), probe.load_bytes
-                )
-            )
+            growth = plan.worker_bytes - probe.process_bytes + (plan.free_bytes - spare) // max(1, plan.workers)
+            rows = plan.batch_size * plan.batches_per_slot
+            crew.start(Setup(probe.spec, rows, plan.workers, max(0, growth), probe.load_bytes))
         except BaseException:
             if crew is not None:
                 crew.close()
@@ -531,9 +539,7 @@ class Feed:
         gathers_here = self._source is not None and self._source.in_memory and self._load is None
         if self._executor == "thread" or gathers_here:
             return ThreadCrew(program)
-        from penstock._core.crew.processes import ProcessCrew
-
-        return ProcessCrew(program, start_method=self._start_method)
+        return process_crew(program, self._start_method)
 
     def _probe_source(self) -> Probe:
         """A source knows the form of its samples; only reading from files has to be timed."""
@@ -838,6 +844,14 @@ class _Shared:
     copy_of: Chunk | None
     """The chunk to copy from and release at the end, where it could not be leased."""
     at: int = 0
+
+
+def _users_level() -> int:
+    """How many frames above the caller's the user's own line is: batches are asked for in several ways."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "penstock":
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _chosen(leaf: Any, good: list[int], rows: int) -> Any:

@@ -320,7 +320,12 @@ class Filler:
         program = self.program
         values, tree = flatten(batch)
         kinds = [_kind(value) for value in values]
-        arrays = [_packable(value) for value in values]
+        try:
+            arrays = [_packable(value) for value in values]
+        except SpecError:
+            for value, path in zip(values, tree.paths(), strict=True):
+                _packable(value, ".".join(map(str, path)))
+            raise
         dtypes = [array.dtype for array in arrays]
         # A callable's batch that is put together elsewhere has names of its own, and is cast there.
         if program.cast is not None and (program.mode is Mode.WHOLE or self._collates_by_name()):
@@ -553,15 +558,17 @@ def _kind(value: Any) -> str:
         return "str"
     if isinstance(value, bytes):
         return "bytes"
+    if isinstance(value, np.generic):
+        return "generic"
     return "scalar" if isinstance(value, bool | int | float | complex) else "array"
 
 
-def _packable(value: Any) -> Array:
+def _packable(value: Any, path: str = "") -> Array:
     if isinstance(value, str):
         value = value.encode("utf-8", "surrogatepass")
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8)
-    return as_array(value)
+    return as_array(value, path=path)
 
 
 def _spread(window: tuple[Any, int], size: int) -> tuple[Any, Any, int, int]:
@@ -579,7 +586,7 @@ def _castings(batch: Any, arrays: list[Array], cast: Cast, *, listed: bool) -> l
     leaves: list[Leaf] = []
     place = 0
     for path, node in zip(tree.paths(), nodes, strict=True):
-        if isinstance(node, Padded) or _kind(node) == "array":
+        if isinstance(node, Padded) or _kind(node) in ("array", "generic"):
             array = arrays[place]
             name = ".".join(map(str, path[1:] if listed else path))
             leaves.append(Leaf(name, "array", array.shape, array.dtype, array.dtype))

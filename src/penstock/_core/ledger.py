@@ -43,6 +43,7 @@ TABLE: Final[dict[tuple[State, str], State]] = {
     (State.READY, "discarded"): State.FREE,
     (State.LEASED, "ended"): State.FREE,
     (State.FREE, "retire"): State.RETIRED,
+    (State.RETIRED, "revive"): State.FREE,
 }
 
 
@@ -165,12 +166,17 @@ class Ledger:
 
     def cancel(self) -> None:
         """Forget every batch that was not handed out; slots that are being written to follow later (rule 4)."""
-        for batch, slot in list(self._by_batch.items()):
-            if self._states[slot] is State.READY:
-                self._vacate(slot, "discarded")
-            else:
-                self._doomed.add(slot)
-                del self._by_batch[batch]
+        for batch in list(self._by_batch):
+            self.drop(batch)
+
+    def drop(self, batch: int) -> None:
+        """Forget a batch that was not handed out."""
+        slot = self._by_batch[batch]
+        if self._states[slot] is State.READY:
+            self._vacate(slot, "discarded")
+        else:
+            self._doomed.add(slot)
+            del self._by_batch[batch]
 
     def grow(self) -> int:
         """Add a slot, free at once: all others are held by consumers."""
@@ -181,12 +187,22 @@ class Ledger:
         return len(self._states) - 1
 
     def retire(self) -> int | None:
-        """Take a free slot out of use for good: its memory is needed elsewhere; None if none is free."""
+        """Take a free slot out of use: its memory is needed elsewhere; None if none is free."""
         if not self._free:
             return None
         slot = self._free.pop(0)
         self._move(slot, "retire")
         return slot
+
+    @property
+    def retired(self) -> list[int]:
+        """Slots that are out of use."""
+        return [slot for slot, state in enumerate(self._states) if state is State.RETIRED]
+
+    def revive(self, slot: int) -> None:
+        """A slot that was out of use has memory again."""
+        self._move(slot, "revive")
+        self._free.append(slot)
 
     def validate(self) -> None:
         """Raise AssertionError when anything that must always hold does not."""

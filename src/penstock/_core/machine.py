@@ -201,6 +201,15 @@ def own_bytes(pid: int, *, root: str = "/") -> int:
     return private_bytes(pid, root=root)
 
 
+def peak_own_bytes(pid: int, *, root: str = "/") -> tuple[int, int]:
+    """``own_bytes`` now, and the most it was since the last call of this, which begins to count anew."""
+    own = own_bytes(pid, root=root)
+    status = _read(root, f"/proc/{pid}/status")
+    risen = _kib(status, "VmHWM") - _kib(status, "RssAnon", "RssFile", "RssShmem")
+    reset_peak(pid, root=root)
+    return own, own + max(0, risen)
+
+
 def anon_bytes(pid: int, *, root: str = "/") -> int:
     """Anonymous resident memory of one process, from counters that the kernel keeps; 0 if it is gone.
 

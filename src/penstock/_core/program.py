@@ -166,3 +166,8 @@ class Probe:
     cpu_s: float
     load_bytes: int
     process_bytes: int
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample."""
+        return self.packed_bytes or self.spec.sample_bytes

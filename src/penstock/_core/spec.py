@@ -12,12 +12,12 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
-import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import optree
 
 from penstock._core.errors import SpecError, shown
+from penstock._core.pickles import dumps
 
 __all__ = ["Cast", "Leaf", "Spec", "as_array", "dump_tree", "flatten", "load_tree", "to_dtype"]
 
@@ -208,7 +208,7 @@ def dump_tree(tree: optree.PyTreeSpec) -> bytes:
             visit(child)
 
     visit(tree)
-    return bytes(cloudpickle.dumps((found, cloudpickle.dumps(tree))))
+    return dumps((found, dumps(tree)))
 
 
 def load_tree(data: bytes) -> optree.PyTreeSpec:
@@ -265,12 +265,16 @@ def as_array(value: Any, *, path: str = "", item: Any = None) -> Array:
 
 def to_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     """A numpy dtype; bfloat16 and the float8 kinds come from ml_dtypes."""
-    if isinstance(dtype, str) and (dtype == "bfloat16" or dtype.startswith(("float8", "float4", "float6", "int4"))):
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        if not isinstance(dtype, str):
+            raise
         import ml_dtypes
 
-        extended: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
-        return extended
-    return np.dtype(dtype)
+        if (found := getattr(ml_dtypes, dtype, None)) is None:
+            raise
+        return np.dtype(found)
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
@@ -358,8 +362,10 @@ def store(out: Array, value: Array, leaf: Leaf, item: Any) -> None:
         if np.can_cast(leaf.dtype, stored, "safe") and not is_floating(stored):
             return
         same = np.array_equal(out.astype(leaf.dtype), value)
-    # The smallest integer becomes -inf, and that becomes the smallest integer again.
-    if not same or (is_floating(stored) and not np.isfinite(out).all()):
+    # What is there and back the same may be another number: -1 as uint64, the smallest integer as -inf.
+    if same and (is_floating(stored) or leaf.dtype.itemsize == stored.itemsize):
+        same = bool(np.isfinite(out).all()) and np.array_equal(out < 0, value < 0)
+    if not same:
         low, high = value.min(), value.max()
         raise SpecError(
             f"{whose(item)} has values from {low} to {high} at {leaf.path or 'the top'}, which cast="

@@ -9,26 +9,16 @@ import pickle
 import struct
 from typing import Any, Final
 
-import cloudpickle
 import numpy as np
 
-from penstock._core.errors import LoadError, shown
+from penstock._core.errors import LoadError, said, shown
+from penstock._core.pickles import dumps
 from penstock._core.task import Failure, Reply, Status, Task
 
-__all__ = ["decode_reply", "decode_task", "dump_items", "dumps", "encode_reply", "encode_task", "ident_of"]
+__all__ = ["decode_reply", "decode_task", "dump_items", "encode_reply", "encode_task", "ident_of"]
 
 _TASK: Final = struct.Struct("<QIIQQIqIBB")
 _REPLY: Final = struct.Struct("<QHBQd")
-
-
-def dumps(value: Any) -> bytes:
-    """A pickle that another interpreter can read, also of things defined in ``__main__``."""
-    try:
-        data = pickle.dumps(value, 5)
-    except Exception:  # noqa: BLE001 - what plain pickle refuses (a lambda, a local class) cloudpickle mostly can
-        return bytes(cloudpickle.dumps(value))
-    # By name, __main__ would be the worker's own. A path that has the word in it merely takes the slower way.
-    return bytes(cloudpickle.dumps(value)) if b"__main__" in data else data
 
 
 def dump_items(items: Any) -> bytes:
@@ -84,7 +74,7 @@ def encode_reply(reply: Reply) -> bytes:
     if reply.body is None and not reply.failures:
         return head
     body = _portable(reply.body) if isinstance(reply.body, Failure) else reply.body
-    return head + bytes(cloudpickle.dumps((body, tuple(map(_portable, reply.failures)))))
+    return head + dumps((body, tuple(map(_portable, reply.failures))))
 
 
 def decode_reply(data: bytes) -> Reply:
@@ -98,10 +88,9 @@ def decode_reply(data: bytes) -> Reply:
 
 def _portable(failure: Failure) -> Failure:
     try:
-        again = pickle.loads(cloudpickle.dumps(failure.error))
+        again = pickle.loads(dumps(failure.error))
         if type(again).__qualname__ == type(failure.error).__qualname__:
             return failure
     except Exception:  # noqa: BLE001 - the user's exception class decides what can go wrong here
         pass
-    error = failure.error
-    return Failure(failure.ordinal, LoadError(f"{type(error).__qualname__}: {error}"), failure.trace)
+    return Failure(failure.ordinal, LoadError(said(failure.error)), failure.trace)

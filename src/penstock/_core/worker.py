@@ -184,7 +184,7 @@ def born(birth: dict[str, Any]) -> None:
     try:
         try:
             program = pickle.loads(birth["program"])
-        except Exception as error:  # noqa: BLE001 - the user gets to see it
+        except BaseException as error:  # noqa: BLE001 - the user gets to see it, a module that calls sys.exit() too
             replies.send(encode_reply(Reply(0, birth["worker"], Status.ABSENT, body=failure_of(error, 0, None))))
             return
         run(program, birth["worker"], birth["parent"], birth["arena"], tasks, replies, own)

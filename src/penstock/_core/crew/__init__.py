@@ -12,21 +12,28 @@ distributed engine would be one more crew.
 
 from __future__ import annotations
 
+import os
+import select
+import sys
 from typing import Protocol
 
-from penstock._core.arena import Arena
-from penstock._core.program import Probe, Setup
+from penstock._core import machine
+from penstock._core.arena import AnyArena
+from penstock._core.program import Probe, Program, Setup
 from penstock._core.task import Grant, Reply, Task
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "process_crew"]
 
 
 class Crew(Protocol):
     """Workers of one kind, and the memory they write to."""
 
-    arena: Arena
     restarts: int
     """Workers that were replaced."""
+
+    @property
+    def arena(self) -> AnyArena:
+        """Where the slots are."""
 
     def probe(self, task: Task) -> Probe | None:
         """Load a few items to learn what a sample looks like and costs; None if none of them gives any.
@@ -57,3 +64,25 @@ class Crew(Protocol):
 
     def close(self) -> None:
         """End all that the crew started. Twice is harmless."""
+
+
+def process_crew(program: Program, start_method: str | None) -> Crew:
+    """Worker processes, of the kind that this system can have; PENSTOCK_PORTABLE=1 asks for the portable kind."""
+    # Either is imported only here: each needs things that the other's systems do not have.
+    if portable_only():
+        from penstock._core.crew.portable import PortableCrew
+
+        return PortableCrew(program, start_method=start_method)
+    from penstock._core.crew.processes import ProcessCrew
+
+    return ProcessCrew(program, start_method=start_method)
+
+
+def portable_only() -> bool:
+    """Whether worker processes must do with what every system has."""
+    if os.environ.get("PENSTOCK_PORTABLE", "0") not in ("", "0"):
+        return True
+    if sys.platform != "linux" or not hasattr(select, "poll"):
+        return True
+    features = machine.look().features
+    return not (features.memfd and features.pidfd and features.seqpacket)

@@ -9,11 +9,10 @@ import signal
 from collections import Counter
 from typing import Final
 
-import cloudpickle
-
 from penstock._core import machine
 from penstock._core.budget import format_bytes
 from penstock._core.errors import PenstockError, WorkerLost, shown
+from penstock._core.pickles import by_value
 from penstock._core.program import Program
 from penstock._core.task import Failure, Task
 
@@ -34,7 +33,8 @@ class Deaths:
     def __init__(self, program: Program) -> None:
         self._skips = program.skips and program.load is not None
         self._counts: Counter[tuple[int, int]] = Counter()
-        self._fruitless = 0
+        self.fruitless = 0
+        """Deaths in a row without anything being finished."""
 
     def forget_probe(self) -> None:
         """Another probe, with items of its own, has the same id."""
@@ -42,7 +42,7 @@ class Deaths:
 
     def fruit(self) -> None:
         """A worker has finished something."""
-        self._fruitless = 0
+        self.fruitless = 0
 
     def of(self, task: Task, ordinal: int, code: int) -> Failure | None:
         """A worker died at this item of a task: the failure it is, or None if the task is to be done again.
@@ -54,16 +54,16 @@ class Deaths:
             return None
         if self._skips and len(task.barred) < BARRED_A_TASK:
             task.barred = (*task.barred, ordinal)
-            self._fruitless = 0  # one item fewer to try
+            self.fruitless = 0  # one item fewer to try
             return None
         return Failure(ordinal, lost(task, ordinal, code), "")
 
     def give_up(self, code: int, workers: int) -> WorkerLost | None:
         """Count a death; the error when there were too many without anything being finished."""
-        self._fruitless += 1
-        if self._fruitless <= FRUITLESS_DEATHS + 2 * workers:
+        self.fruitless += 1
+        if self.fruitless <= FRUITLESS_DEATHS + 2 * workers:
             return None
-        count, self._fruitless = self._fruitless, 0
+        count, self.fruitless = self.fruitless, 0
         return WorkerLost(
             f"{count} workers died in a row without finishing anything, the last with {manner(code)}: "
             "run with num_workers=0 to see what happens in load",
@@ -110,7 +110,7 @@ def manner(code: int) -> str:
 def pickled(program: Program) -> bytes:
     """The program as it travels; what refuses to travel is said in words that help."""
     try:
-        return bytes(cloudpickle.dumps(program))
+        return by_value(program)
     except Exception as error:  # whatever user objects do while they are pickled
         raise PenstockError(
             f"load cannot be sent to worker processes ({type(error).__name__}: {error}): open files, locks and "
@@ -121,10 +121,10 @@ def pickled(program: Program) -> bytes:
 
 def cannot_start(error: BaseException, trace: str) -> PenstockError:
     """The error when the program could not be brought to life in a worker."""
-    lost = PenstockError(
+    unborn = PenstockError(
         f"the workers cannot start: load could not be brought to life there ({type(error).__name__}: {error}). "
         "What load imports must be importable in a fresh interpreter; or use executor='thread' or start_method='fork'"
     )
     error.add_note(f"in the worker:\n{trace}")
-    lost.__cause__ = error
-    return lost
+    unborn.__cause__ = error
+    return unborn

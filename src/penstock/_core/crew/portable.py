@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from typing import Any, Final
 
 import cloudpickle
@@ -35,10 +35,10 @@ from penstock._core.arena_named import NamedArena, Segment
 from penstock._core.crew import lives
 from penstock._core.errors import PenstockError
 from penstock._core.fill import Failed, Filler, failure_of
-from penstock._core.program import Probe, Program
-from penstock._core.spec import Spec
+from penstock._core.limit import RETIRED, Limit
+from penstock._core.program import Probe, Program, Setup
 from penstock._core.task import Failure, Grant, Reply, Status, Task
-from penstock._core.wire import decode_reply, decode_task, encode_reply, encode_task
+from penstock._core.wire import decode_reply, decode_task, encode_reply, encode_task, ident_of
 from penstock._core.worker import RECORD, RECORD_BYTES, probed, settle
 
 __all__ = ["PortableCrew"]
@@ -66,14 +66,16 @@ class _Worker:
     pid: int
     pipe: connection.Connection
     told: int
-    """Segments of the arena that it was told of."""
-    mapped: int
-    """Segments that it can reach without their names."""
+    """How much of the arena's log it was told."""
+    followed: int
+    """How much of it it has followed, so that no name in it is needed for it."""
     up: bool = False
     given: deque[Task] = dataclasses.field(default_factory=deque)
     """Tasks in its hands, in the order in which it does them."""
     waiting: bool = False
     """Whether the first of them waits for a grant."""
+    yielding: bool = False
+    """Whether it was told to give up the first of them, and has not answered yet."""
 
 
 class PortableCrew:
@@ -105,7 +107,7 @@ class PortableCrew:
         self._control, self._control_at = self.arena.window(0, CONTROL_BYTES)
         self._bell, self._button = multiprocessing.Pipe(duplex=False)
         self._thread = threading.Thread(target=self._serve, name="penstock-crew", daemon=True)
-        # Before multiprocessing's own turn, which kills the workers and then waits for those that we made in their place.
+        # Before multiprocessing's own turn, which kills the workers and then waits for those made in their place.
         atexit.register(self.close)
         self._wishes.append(1)
         self._thread.start()
@@ -124,11 +126,11 @@ class PortableCrew:
                 probe: Probe | None = reply.body
                 return probe
 
-    def start(self, spec: Spec, rows: int, workers: int) -> None:
+    def start(self, setup: Setup) -> None:
         """Have as many workers as were planned (and the system allows), all told what a slot looks like."""
-        workers = min(workers, MOST_WORKERS)
-        self._setup = _word("setup", spec, rows, workers)
-        self._wish(workers)
+        setup = dataclasses.replace(setup, workers=min(setup.workers, MOST_WORKERS))
+        self._setup = _word("setup", setup)
+        self._wish(setup.workers)
 
     def submit(self, task: Task) -> None:
         """Have a task done by whoever is free."""
@@ -149,7 +151,7 @@ class PortableCrew:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until there is a reply, or a second is over: on Windows Ctrl-C is seen only in between."""
-        if self._error is None:
+        if self._error is None and not self._closing:
             with contextlib.suppress(queue.Empty):
                 self._taken.append(self._replies.get(timeout=LOOK_S if timeout_s is None else timeout_s))
 
@@ -173,8 +175,11 @@ class PortableCrew:
             return
         atexit.unregister(self.close)
         self._closing = True
+        self._replies.put(None)  # another thread may be waiting
         self._ring()
-        if self._thread is not threading.current_thread():  # else the garbage collector called, and it goes on by itself
+        if (
+            self._thread is not threading.current_thread()
+        ):  # else the garbage collector called, and it goes on by itself
             self._thread.join()
 
     # ---- the thread
@@ -189,10 +194,18 @@ class PortableCrew:
             self._button.send_bytes(b"")
 
     def _serve(self) -> None:
+        if self._context.get_start_method() == "spawn" and hasattr(signal, "pthread_sigmask"):
+            # Inherited by what this thread starts: a Ctrl-C while an interpreter starts would print a traceback. After
+            # Python has started its tracker, with which it would unblock the signal again.
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
         try:
             while not self._closing:
                 while self._wishes:
                     self._obey(self._wishes.popleft())
+                for worker in self._workers.values():
+                    if worker.up and worker.told == worker.followed:  # one message at a time: its pipe is small
+                        self._tell(worker)
                 self._give_out()
                 self._look(connection.wait(self._ears(), LOOK_S))
         except BaseException as error:  # noqa: BLE001 - raised where the consumer is
@@ -238,7 +251,8 @@ class PortableCrew:
 
     def _give_out(self) -> None:
         """Give tasks to those who have fewest, in the order in which they came."""
-        ready = [worker for worker in self._workers.values() if worker.up]
+        self._make_way()
+        ready = [worker for worker in self._workers.values() if worker.up and not worker.yielding]
         while ready and self._tasks:
             worker = min(ready, key=lambda worker: len(worker.given))
             if len(worker.given) == TASKS_A_WORKER:
@@ -264,6 +278,24 @@ class PortableCrew:
                 return
             worker.given.append(task)
             self._send(worker, data)
+
+    def _make_way(self) -> None:
+        """When all workers wait for room that only an earlier task can give, have the one with the last task do that.
+
+        It happens when the worker of the earlier one has died while it waited for room itself.
+        """
+        workers = self._workers.values()
+        if not self._tasks or not all(worker.waiting for worker in workers):
+            return
+        worker = max(workers, key=lambda worker: worker.given[0].id)
+        task = worker.given[0]
+        with contextlib.suppress(IndexError):  # withdrawn this moment
+            if self._tasks[0].id < task.id:
+                worker.waiting, worker.yielding = False, True
+                self._parked[task.id] = task
+                while len(worker.given) > 1:
+                    self._tasks.insert(1, worker.given.pop())
+                self._send(worker, _word("yield"))
 
     def _look(self, ready: list[Any]) -> None:
         if self._bell in ready:
@@ -292,7 +324,7 @@ class PortableCrew:
         if reply.status is Status.ABSENT:
             raise lives.cannot_start(reply.body.error, reply.body.trace)
         if reply.status is Status.PONG:
-            worker.up, worker.mapped = True, reply.task
+            worker.up, worker.followed = True, reply.task
             self._unname()
             return
         self._deaths.fruit()
@@ -304,28 +336,35 @@ class PortableCrew:
                 task.skip += reply.rows
         else:
             worker.given.popleft()
+            if worker.yielding:  # this is only to say that it has
+                worker.yielding = False
+                return
             reply.failures += lives.lost_failures(task)
         self._replies.put(reply)
 
     def _send(self, worker: _Worker, data: bytes) -> None:
+        self._tell(worker)
         with contextlib.suppress(OSError):  # it died: told by its sentinel
-            if fresh := self.arena.segments[worker.told :]:
-                worker.told += len(fresh)
-                worker.pipe.send_bytes(_word("segments", fresh))
             worker.pipe.send_bytes(data)
 
+    def _tell(self, worker: _Worker) -> None:
+        if fresh := self.arena.log[worker.told :]:
+            worker.told += len(fresh)
+            with contextlib.suppress(OSError):  # as above
+                worker.pipe.send_bytes(_word("follow", fresh, worker.told))
+
     def _unname(self) -> None:
-        self.arena.unname(min(worker.mapped for worker in self._workers.values()))
+        self.arena.unname(min(worker.followed for worker in self._workers.values()))
 
     # ---- birth and death
 
     def _make(self, number: int) -> None:
         RECORD.pack_into(self._control, self._control_at + number * RECORD_BYTES, 0, 0, 0.0)
-        segments = list(self.arena.segments)
+        told, segments = len(self.arena.log), self.arena.segments()
         mine, theirs = self._context.Pipe()
         # Others hold no end of a pipe that is not theirs, or it would not close with this process.
         shut = [mine, self._bell, self._button, *(worker.pipe for worker in self._workers.values())]
-        arguments = (self._program, number, theirs, segments, self._setup, shut if self._forks else ())
+        arguments = (self._program, number, theirs, segments, told, self._setup, shut if self._forks else ())
         process = self._context.Process(target=_run, args=arguments, name=f"penstock-{number}", daemon=True)
         try:
             with contextlib.nullcontext() if self._forks else _main_hidden():
@@ -335,8 +374,8 @@ class PortableCrew:
             raise
         finally:
             theirs.close()
-        known = len(segments)
-        self._workers[number] = _Worker(number, process, process.pid, mine, known, known if segments[0].fd >= 0 else 0)
+        followed = told if segments[0].fd >= 0 else 0
+        self._workers[number] = _Worker(number, process, process.pid, mine, told, followed)
         self._unname()
 
     def _died(self, worker: _Worker) -> None:
@@ -354,6 +393,8 @@ class PortableCrew:
         if worker.waiting:
             task = given.pop(0)
             self._parked[task.id] = task
+        elif worker.yielding:
+            given.pop(0)
         for task in reversed(given):
             failure = self._deaths.of(task, ordinal, code) if task.id == held - 1 else None
             if failure is None:
@@ -361,7 +402,7 @@ class PortableCrew:
             else:
                 self._replies.put(Reply(task.id, worker.number, Status.FAILED, body=failure))
         del self._workers[worker.number]
-        if hopeless := self._deaths.give_up(code, len(self._workers) + 1):
+        if code != RETIRED and (hopeless := self._deaths.give_up(code, len(self._workers) + 1)):
             raise hopeless
         self.restarts += 1
         self._make(worker.number)
@@ -394,15 +435,15 @@ def _move(task: Task, grant: Grant) -> None:
 
 @contextlib.contextmanager
 def _main_hidden() -> Iterator[None]:
-    """Keep multiprocessing from importing the user's main script in a worker: what load needs of it travels by value."""
-    main = sys.modules["__main__"]
+    """Keep multiprocessing from importing the main script in a worker: what load needs of it travels by value."""
+    main: dict[str, Any] = vars(sys.modules["__main__"])
     with _hiding:
-        kept = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
-        vars(main)["__spec__"] = None
+        kept: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+        main["__spec__"] = None
         try:
             yield
         finally:
-            vars(main).update(kept)
+            main.update(kept)
 
 
 # ---- in the worker
@@ -413,11 +454,14 @@ def _run(
     number: int,
     pipe: connection.Connection,
     segments: list[Segment],
+    told: int,
     setup: bytes | None,
     shut: tuple[connection.Connection, ...],
 ) -> None:
     """Be worker ``number`` until told to stop, or until the parent is gone and with it the other end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it stops the crew
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     for other in shut:
         other.close()
     with contextlib.suppress(EOFError, OSError):
@@ -429,7 +473,7 @@ def _run(
                 return
         assert isinstance(program, Program)
         settle(program.seed, number)
-        _Desk(program, number, pipe, NamedArena(segments), setup).work()
+        _Desk(program, number, pipe, NamedArena(segments), setup).work(told)
 
 
 class _Desk:
@@ -444,28 +488,30 @@ class _Desk:
         self._filler = Filler(program, arena, number)
         self._filler.beat = self._beat
         self._memory, self._at = arena.window(number * RECORD_BYTES, RECORD_BYTES)
+        self._limit: Limit | None = None
         self._current = 0
         self._tasks: deque[Task | bytes] = deque()
         if setup is not None:
             self._obey(setup)
 
-    def work(self) -> None:
+    def work(self, told: int) -> None:
         """Do tasks; ends by SystemExit when told to, by EOFError or OSError when there is no parent."""
-        self._reply(Reply(len(self._arena.segments), self._number, Status.PONG))
+        self._reply(Reply(told, self._number, Status.PONG))
         while True:
             while not self._tasks:
                 self._obey(self._pipe.recv_bytes())
             self._reply(self._do(self._tasks.popleft()))
             self._current = 0
             self._beat(0)
+            if self._limit is not None and self._limit.outgrown():
+                raise SystemExit(RETIRED)
 
     def _do(self, given: Task | bytes) -> Reply:
         if isinstance(given, bytes):
-            ident = task_id(given)
             try:
                 task = decode_task(given)
-            except Exception as error:  # noqa: BLE001 - an item whose class is not known here; the user gets to see it
-                return Reply(ident, self._number, Status.FAILED, body=failure_of(error, 0, None))
+            except Exception as error:  # noqa: BLE001 - the user's classes decide what can go wrong here
+                return Reply(ident_of(given), self._number, Status.FAILED, body=failure_of(error, 0, None))
         else:
             task = given
         self._current = task.id + 1
@@ -492,16 +538,21 @@ class _Desk:
         if word == "grant":
             grant: Grant = rest[0]
             return grant
+        if word == "yield":
+            self._tasks.clear()
+            return Grant(0, None, 0)
         if word == "probe":
             self._tasks.append(rest[0])
         elif word == "setup":
-            spec, rows, count = rest
-            context.set_worker(context.WorkerInfo(self._number, count))
-            self._filler.configure(spec, rows)
-        elif word == "segments":
-            for segment in rest[0]:
-                self._arena.attach(segment)
-            self._reply(Reply(len(self._arena.segments), self._number, Status.PONG))
+            setup: Setup = rest[0]
+            context.set_worker(context.WorkerInfo(self._number, setup.workers))
+            self._filler.configure(setup.spec, setup.rows)
+            if setup.growth_bytes and sys.platform == "linux":  # no other system has these lines
+                self._limit = Limit(setup.growth_bytes, setup.load_bytes)
+        elif word == "follow":
+            log, told = rest
+            self._arena.follow(log)
+            self._reply(Reply(told, self._number, Status.PONG))
         elif word == "stop":
             raise SystemExit
         return None

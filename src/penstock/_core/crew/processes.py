@@ -17,18 +17,19 @@ import select
 import signal
 import subprocess
 import sys
-from collections import Counter, deque
+from collections import deque
 from typing import Any, Final
 
 import cloudpickle
 
-from penstock._core import machine, template
+from penstock._core import template
 from penstock._core.arena import CONTROL_BYTES, Arena
-from penstock._core.budget import format_bytes
 from penstock._core.channel import Channel, pair
-from penstock._core.errors import PenstockError, WorkerLost, shown
+from penstock._core.crew.lives import FRUITLESS_DEATHS, PROBE, Deaths, cannot_start, lost_failures, manner, pickled
+from penstock._core.errors import PenstockError, WorkerLost
 from penstock._core.fill import Failed
 from penstock._core.limit import RETIRED
+from penstock._core.pickles import introduce
 from penstock._core.program import Probe, Program, Setup
 from penstock._core.task import Failure, Grant, Reply, Status, Task
 from penstock._core.wire import decode_reply, encode_task, ident_of
@@ -37,14 +38,7 @@ from penstock._core.worker import RECORD, RECORD_BYTES, leave
 __all__ = ["MOST_WORKERS", "ProcessCrew"]
 
 MOST_WORKERS: Final = CONTROL_BYTES // RECORD_BYTES
-# An item is given a second chance: what killed its worker may have been the machine, not the item.
-DEATHS_AN_ITEM: Final = 2
-# Workers that die one after the other without ever finishing a task: something is wrong with all of them.
-FRUITLESS_DEATHS: Final = 5
-# So many items of one task that kill their worker mean that all of them do.
-BARRED_A_TASK: Final = 100
 CLOSE_S: Final = 5.0
-PROBE: Final = 0  # the id of the probe's task; those of the engine begin at 1
 
 
 class ProcessCrew:
@@ -56,7 +50,7 @@ class ProcessCrew:
         self._program = program
         self._method = start_method or "forkserver"
         self._owner = os.getpid()
-        self._pickled = _pickled(program) if self._method != "fork" else b""
+        self._pickled = pickled(program) if self._method != "fork" else b""
         self.arena = Arena(shared=True)
         self._control, self._control_at = self.arena.window(0, CONTROL_BYTES)
         self._tasks, self._queue = pair()
@@ -71,8 +65,7 @@ class ProcessCrew:
         self._suspects: set[int] = set()
         self._pings: set[int] = set()
         self._round = 0
-        self._deaths: Counter[tuple[int, int]] = Counter()
-        self._fruitless = 0
+        self._deaths = Deaths(program)
         self._events: deque[Reply] = deque()
         self._poller, self._poller_out = select.poll(), select.poll()
         for poller in (self._poller, self._poller_out):
@@ -96,7 +89,7 @@ class ProcessCrew:
     def probe(self, task: Task) -> Probe | None:
         """Have worker 0 load a few items; what it loaded is used again when their turn comes."""
         self._outstanding[PROBE] = task
-        self._deaths.clear()  # of the items of an earlier probe
+        self._deaths.forget_probe()
         self._send_probe()
         while True:
             self.wait()
@@ -212,6 +205,7 @@ class ProcessCrew:
         }
         keep = tuple(birth[key] for key in ("orders", "tasks", "replies", "arena"))
         if self._method == "fork":
+            introduce(self._program.load)
             self._template_pid = os.fork()
             if self._template_pid == 0:
                 self._be_template(birth, orders, theirs)
@@ -296,11 +290,11 @@ class ProcessCrew:
                 self._resolve_suspects()
             return
         if reply.status is Status.ABSENT:
-            raise self._cannot_start(reply.body.error, reply.body.trace)
+            raise cannot_start(reply.body.error, reply.body.trace)
         task = self._outstanding.get(reply.task)
         if task is None:
             return
-        self._fruitless = 0
+        self._deaths.fruit()
         if reply.status is Status.MORE:
             self._waiting[reply.worker] = reply.task
             if reply.body is not None:
@@ -308,9 +302,7 @@ class ProcessCrew:
         else:
             del self._outstanding[reply.task]
             self._suspects.discard(reply.task)
-            reply.failures += tuple(
-                Failure(ordinal, self._lost_error(task, ordinal, None), "") for ordinal in task.barred
-            )
+            reply.failures += lost_failures(task)
         self._events.append(reply)
 
     def _read_notices(self) -> None:
@@ -330,7 +322,7 @@ class ProcessCrew:
             elif word == "made":
                 self._pids[rest[0]] = rest[1]
             elif word == "absent":
-                raise self._cannot_start(*rest)
+                raise cannot_start(*rest)
             elif word == "exit":
                 number, _, code = rest
                 self._read_replies()  # what it said before it died counts
@@ -347,7 +339,6 @@ class ProcessCrew:
             self._resolve_suspects()
             return
         held, ordinal, _ = RECORD.unpack_from(self._control, self._control_at + number * RECORD_BYTES)
-        self._fruitless += 1
         if waiting is not None:
             self._parked.add(waiting)
         elif held == 0:
@@ -357,48 +348,17 @@ class ProcessCrew:
         self.restarts += 1
         self._make(number)
         self._resolve_suspects()
-        if self._fruitless > FRUITLESS_DEATHS + 2 * len(self._owns):
-            count, self._fruitless = self._fruitless, 0
-            raise WorkerLost(
-                f"{count} workers died in a row without finishing anything, the last with {manner(code)}: "
-                "run with num_workers=0 to see what happens in load",
-                exitcode=code,
-            )
+        if hopeless := self._deaths.give_up(code, len(self._owns)):
+            raise hopeless
 
     def _again(self, ident: int, ordinal: int, code: int) -> None:
         task = self._outstanding[ident]
-        self._deaths[ident, ordinal] += 1
-        barred = self._deaths[ident, ordinal] >= DEATHS_AN_ITEM
-        if barred and self._program.skips and self._program.load is not None and len(task.barred) < BARRED_A_TASK:
-            task.barred = (*task.barred, ordinal)
-            self._fruitless = 0  # one item fewer to try
-            barred = False
-        if not barred:
-            if ident != PROBE:  # worker 0 is told again when it is made
-                self._backlog.appendleft(task)
-            return
-        error = self._lost_error(task, ordinal, code)
-        del self._outstanding[ident]
-        self._events.append(Reply(ident, 0, Status.FAILED, body=Failure(ordinal, error, "")))
-
-    def _lost_error(self, task: Task, ordinal: int, code: int | None) -> WorkerLost:
-        item = task.items[ordinal] if task.items is not None else int(task.indices[ordinal])
-        how = manner(code) if code is not None else "a signal or exit"
-        oom = ""
-        if code == -signal.SIGKILL:
-            kills = machine.oom_kills()
-            oom = (
-                f" (it looks like the out-of-memory killer: {kills} kills in this container)"
-                if kills
-                else " (perhaps the out-of-memory killer)"
-            )
-            oom += f"; {format_bytes(machine.available_bytes())} are available now"
-        return WorkerLost(
-            f"{DEATHS_AN_ITEM} workers died one after the other while loading {shown(item)}, with {how}{oom}: load it "
-            'alone to see why, or leave such items out with on_error="skip"',
-            item=item,
-            exitcode=code,
-        )
+        failure = self._deaths.of(task, ordinal, code)
+        if failure is not None:
+            del self._outstanding[ident]
+            self._events.append(Reply(ident, 0, Status.FAILED, body=failure))
+        elif ident != PROBE:  # worker 0 is told again when it is made
+            self._backlog.appendleft(task)
 
     def _look_for_lost(self, dead: int) -> None:
         """A worker died with an empty record: perhaps it had just taken a task."""
@@ -449,8 +409,8 @@ class ProcessCrew:
         self._forget_template()
         _wait_until_gone(list(self._pids.values()))
         self._read_replies()
-        self._fruitless += 1
-        if not self._pids or self._fruitless > FRUITLESS_DEATHS:
+        self._deaths.fruitless += 1
+        if not self._pids or self._deaths.fruitless > FRUITLESS_DEATHS:
             self._broken = WorkerLost(
                 f"the process that makes workers died with {manner(code)} before it could: see what it printed above",
                 exitcode=code,
@@ -468,36 +428,6 @@ class ProcessCrew:
         self._open_template()
         for number in numbers:
             self._make(number)
-
-    def _cannot_start(self, error: BaseException, trace: str) -> PenstockError:
-        lost = PenstockError(
-            f"the workers cannot start: load could not be brought to life there ({type(error).__name__}: {error}). "
-            "What load imports must be importable in a fresh interpreter; or use executor='thread' or start_method='fork'"
-        )
-        error.add_note(f"in the worker:\n{trace}")
-        lost.__cause__ = error
-        return lost
-
-
-def manner(code: int) -> str:
-    """An exit code in words."""
-    if code < 0:
-        try:
-            return f"signal {signal.Signals(-code).name}"
-        except ValueError:
-            return f"signal {-code}"
-    return f"exit code {code}"
-
-
-def _pickled(program: Program) -> bytes:
-    try:
-        return bytes(cloudpickle.dumps(program))
-    except Exception as error:  # whatever user objects do while they are pickled
-        raise PenstockError(
-            f"load cannot be sent to worker processes ({type(error).__name__}: {error}): open files, locks and "
-            "connections inside load instead of around it, or use executor='thread', num_workers=0 or "
-            "start_method='fork'"
-        ) from error
 
 
 def _wait_until_gone(pids: list[int]) -> None:
