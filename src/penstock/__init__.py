@@ -24,7 +24,7 @@ from penstock._core.errors import (
     SpecError,
     WorkerLost,
 )
-from penstock._core.feed import Epoch, Feed, ResourceHeld, plan
+from penstock._core.feed import BudgetWarning, Epoch, Feed, ResourceHeld, plan
 from penstock._core.plan import Plan
 from penstock._core.program import Into, Pad, Padded, Retry, into
 from penstock._core.source import Reader, Source, arrays
@@ -34,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "BudgetWarning",
     "Epoch",
     "Feed",
     "FeedClosed",

@@ -40,6 +40,10 @@ def load_path(path: str) -> Any:
     return np.full((128,), float(path.rpartition("/")[2]))
 
 
+def load_path_of(i: int) -> Any:
+    return np.full((128,), float(i))
+
+
 def load_ragged(i: int) -> Any:
     return np.full((1 + i * i * 37 % 200_000,), float(i))
 
@@ -71,7 +75,11 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], dict[str, Any]]] = {
         lambda f: ([f"/somewhere/in/a/folder/{i:012d}" for i in range(2_000_000)], load_path),
         {"batch_size": 256, "num_workers": 2, "take": 2000},
     ),
-    "ragged": (MiB(256), lambda f: (range(600), load_ragged), {"batch_size": 16, "num_workers": 2, "collate_fn": "pad"}),
+    "ragged": (
+        MiB(256),
+        lambda f: (range(600), load_ragged),
+        {"batch_size": 16, "num_workers": 2, "collate_fn": "pad"},
+    ),
     "threads": (
         MiB(256),
         lambda f: (big_files(f), load_npy),

@@ -75,7 +75,8 @@ def start(name: str, folder: Path) -> subprocess.Popen[str]:
 def measure(name: str, folder: Path) -> Measured:
     """Run a case and watch its memory."""
     process = start(name, folder)
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     with process:
         assert process.stdout.readline() == "base\n"
         base = tree_bytes(process.pid)
@@ -94,7 +95,8 @@ def confined(name: str, folder: Path, size_above_base: int) -> Measured:
     with limit(1 << 40) as group:
         assert group is not None
         process = start(name, folder)
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         with process:
             (group / "cgroup.procs").write_text(str(process.pid))
             assert process.stdout.readline() == "base\n"

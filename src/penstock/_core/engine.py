@@ -223,6 +223,8 @@ class Engine:
                 for reply in self.crew.take():
                     self._take(reply)
                 self.stats.restarts = self.crew.restarts
+                if self.crew.retired_bytes:
+                    self._measure(now=True)
 
     def lease(self, chunk: Chunk) -> tuple[Any, int] | None:
         """Memory of a chunk whose last reference frees the slot; None when it has to be copied."""
@@ -455,7 +457,7 @@ class Engine:
             self._units.popleft()
             if unit.failure is not None:
                 self._drop(unit)
-                raise error_of(unit.failure, unit)
+                raise error_of(unit.failure, unit, self.plan)
         return None
 
     def _drop(self, unit: Unit) -> None:
@@ -533,15 +535,19 @@ class Engine:
         stats = self.stats
         stats.arena_bytes = self.crew.arena.resident_bytes()
         stats.worker_bytes = self._inside_bytes
-        peak = stats.arena_bytes + self._inside_bytes
+        risen = []
         for pid in self.crew.pids():
             own, most = machine.peak_own_bytes(pid)
             stats.worker_bytes += own
-            peak += most
-        stats.peak_bytes = max(stats.peak_bytes, peak)
+            risen.append(most - own)
+        # What each rose to in between is known, whether together is not: one surely did, of the others half is counted.
+        most_risen = max(risen, default=0)
+        peak = stats.arena_bytes + stats.worker_bytes + most_risen + (sum(risen) - most_risen) // 2
+        stats.peak_bytes = max(stats.peak_bytes, peak + self.crew.retired_bytes)
+        self.crew.retired_bytes = 0
 
 
-def error_of(failure: Failure, unit: Unit) -> Exception:
+def error_of(failure: Failure, unit: Unit, plan: Plan | None = None) -> Exception:
     """The exception that the consumer sees for an item that failed."""
     error = failure.error
     item: Any = None
@@ -558,6 +564,12 @@ def error_of(failure: Failure, unit: Unit) -> Exception:
     what, advice = ("load", ' (to leave such items out: on_error="skip")')
     if failure.ordinal == Failure.BATCH:
         what, advice = "collate_fn", ""
+    if isinstance(error, MemoryError) and plan is not None and plan.workers:
+        share = plan.worker_bytes + plan.free_bytes // plan.workers
+        advice = (
+            f" (each of {plan.workers} workers may take {format_bytes(share)} of the budget of "
+            f"{format_bytes(plan.memory)}: give more memory or fewer workers, or let load make smaller temporaries)"
+        )
     loaded = LoadError(f"{what} failed for {shown(item)}: {said(error)}{advice}", item=item)
     if failure.trace:
         error.add_note(f"where load raised it:\n{failure.trace.rstrip()}")

@@ -48,6 +48,8 @@ __all__ = ["Epoch", "Feed"]
 OnError = Literal["raise", "skip"] | Retry
 DEFAULT_SHARE: Final = 0.5
 PROBE_ITEMS: Final = 8
+# Two measurements of the same worker differ by a few percent.
+MEASURED_SLACK: Final = 1.1
 # A batch that is collated may be larger than the first samples suggest; beyond this the slot grows.
 PACKED_SLACK: Final = 1.25
 # The items of a shuffle window stay in this process: an eighth of the budget, whatever the number of workers, so that
@@ -62,6 +64,35 @@ SKIPS_IN_A_ROW: Final = 100
 
 class ResourceHeld(UserWarning):
     """Batches are handed out as copies because the consumer keeps too many."""
+
+
+class BudgetWarning(UserWarning):
+    """The budget is larger than what the machine or the container has."""
+
+
+_live: weakref.WeakSet[Feed] = weakref.WeakSet()
+
+
+def _available() -> int:
+    """Memory that nobody uses and no other feed of this process was promised."""
+    promised = sum(max(0, feed._memory - feed._stats.arena_bytes - feed._stats.worker_bytes) for feed in list(_live))
+    available = machine.available_bytes()
+    # A feed that was promised more than there is does not leave the next one with nothing.
+    return max(available // 10, available - promised, 1)
+
+
+def _budget(memory: Size | None) -> int:
+    available = _available()
+    budget = parse_size(DEFAULT_SHARE if memory is None else memory, available=available)
+    if budget > available:
+        warnings.warn(
+            f"memory={format_bytes(budget)} is more than the {format_bytes(available)} that are available now (what "
+            "other programs use, container limits and the budgets of other feeds counted): the system may swap or "
+            "kill. Give less, or a fraction such as 0.5",
+            BudgetWarning,
+            stacklevel=3,
+        )
+    return budget
 
 
 class Feed:
@@ -120,7 +151,7 @@ class Feed:
         elif collate_fn is not None and not callable(collate_fn):
             raise TypeError(f'collate_fn={collate_fn!r} must be None, "pad", "list" or a callable on a list of samples')
         self._batch_size = batch_size
-        self._memory = parse_size(DEFAULT_SHARE if memory is None else memory, available=machine.available_bytes())
+        self._memory = _budget(memory)
         self._num_workers = num_workers
         self._executor = executor
         self._shuffle = bool(shuffle)
@@ -150,6 +181,7 @@ class Feed:
         self._skips_in_a_row = 0
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._current: weakref.ref[Epoch] | None = None
+        _live.add(self)
 
     # ---- what it is
 
@@ -226,6 +258,7 @@ class Feed:
     def close(self) -> None:
         """End the workers. Batches that are alive stay right; iterating again raises ``FeedClosed``."""
         self._closed = True
+        _live.discard(self)
         if self._finalizer is not None:
             self._finalizer()
 
@@ -343,7 +376,9 @@ class Feed:
             )
 
     def _is_empty(self) -> bool:
-        return not isinstance(self._kind, Stream) and self._length() == 0
+        if isinstance(self._kind, Stream):
+            return self._engine is None and not self._kind.peek(0, 1)
+        return self._length() == 0
 
     def _units(self, epoch: int, position: int, inside: int) -> Iterator[Unit]:
         """The units of an epoch from a position on."""
@@ -484,7 +519,7 @@ class Feed:
                 raise error_of(failed.failure, Unit(0, 0, indices, items)) from failed.failure.error
             if probe is not None:
                 return probe
-            start, size = start + size, 2 * size
+            start, size = start + len(indices), 2 * size
 
     def _from(self, start: int, size: int) -> tuple[Any, list[Any] | None]:
         """Some items of the epoch that comes next, with their indices."""
@@ -528,6 +563,7 @@ class Feed:
             self._cast,
             self._on_error,
             self._seed,
+            self._memory,
         )
 
     def _in_processes(self) -> bool:
@@ -590,13 +626,35 @@ class Feed:
         )
         try:
             plan = solve(request, footprint)
+        except BudgetError:
+            raise self._does_not_fit(request, footprint, window=window_bytes > 0) from None
+        if window_bytes:
+            plan = dataclasses.replace(
+                plan,
+                memory=self._memory,
+                parent_bytes=plan.parent_bytes + window_bytes,
+                total_bytes=plan.total_bytes + window_bytes,
+                notes=(*plan.notes, f"shuffle window of {self._window:,} items: {format_bytes(window_bytes)}"),
+            )
+        return plan, slot_bytes(rows, plan.batch_size * plan.batches_per_slot)
+
+    def _does_not_fit(self, request: Request, footprint: Footprint, *, window: bool) -> BudgetError:
+        """The error whose ``least`` works when it is given: what is measured anew then may come out a little larger."""
+        wider = dataclasses.replace(
+            footprint,
+            load_bytes=int(footprint.load_bytes * MEASURED_SLACK),
+            process_bytes=int(footprint.process_bytes * MEASURED_SLACK),
+            template_bytes=int(footprint.template_bytes * MEASURED_SLACK),
+        )
+        try:
+            solve(request, wider)
         except BudgetError as error:
-            if not window_bytes:
-                raise
+            if not window:
+                return error
             # The window is a share of the budget, so what is left for the rest grows with it.
             least = -(-error.least * WINDOW_SHARE // (WINDOW_SHARE - 1) // PAGE) * PAGE + PAGE
-            raise BudgetError(f"{error} (with the shuffle window: memory={least})", least=least) from None
-        return plan, slot_bytes(rows, plan.batch_size * plan.batches_per_slot)
+            return BudgetError(f"{error} (with the shuffle window: memory={least})", least=least)
+        raise AssertionError("a larger footprint fits where a smaller one did not")
 
 
 class Epoch:
@@ -649,7 +707,9 @@ class Epoch:
 
     def _give_back(self) -> None:
         if self._engine is not None:
-            self._feed._take_back([*self._put_by_units, *self._engine.stop(self._run)])
+            # A unit that goes on in another slot is in both: each of its items is to be given back once.
+            begun = {unit.start: unit for unit in (*self._put_by_units, *self._engine.stop(self._run))}
+            self._feed._take_back(list(begun.values()))
             self._put_by_units.clear()
             self._shared = None
             self._assembler = Assembler()

@@ -159,7 +159,7 @@ class Filler:
             packed,
             load_s,
             cpu_s,
-            gauge.peak_bytes() or 2 * spec.sample_bytes,
+            self._load_bytes(gauge.peak_bytes(), spec),
             idle,
         )
 
@@ -177,6 +177,12 @@ class Filler:
     def _collates_by_name(self) -> bool:
         """Whether a batch is made by "pad" or "list", so that its leaves still have the names of a sample's."""
         return self.program.collate is list or isinstance(self.program.collate, Pad)
+
+    def _load_bytes(self, peak: int, spec: Spec) -> int:
+        if not peak:
+            return 2 * spec.sample_bytes
+        # One that writes in place had to be given a place for the probe; there is none when it works.
+        return max(0, peak - spec.sample_bytes) if isinstance(self.program.load, Into) else peak
 
     def do(self, task: Task, ask: Ask) -> Reply:
         """Do a task, blocking in ``ask`` whenever it needs more room."""

@@ -22,6 +22,7 @@ __all__ = ["by_value", "dumps", "introduce"]
 _MOST_SEEN: Final = 1000  # some objects have every attribute they are asked for, and each of those has too
 _INSIDE: Final = ("__func__", "func", "function", "__wrapped__")  # methods, partials, penstock.into, decorators
 
+
 def dumps(value: Any) -> bytes:
     """A pickle that the other interpreter can read, also of things defined in ``__main__``."""
     try:

@@ -129,6 +129,8 @@ class Program:
     cast: Cast
     on_error: Literal["raise", "skip"] | Retry
     seed: int
+    memory: int
+    """The budget: not even the first load, which is measured, may ask for more."""
 
     @property
     def skips(self) -> bool:

@@ -274,7 +274,8 @@ def to_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
 
         if (found := getattr(ml_dtypes, dtype, None)) is None:
             raise
-        return np.dtype(found)
+        extended: np.dtype[Any] = np.dtype(found)
+        return extended
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:

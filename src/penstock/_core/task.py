@@ -40,6 +40,8 @@ class Status(enum.IntEnum):
     """The answer to a probe: the form of a sample and what it costs."""
     PONG = 6
     """Nothing of what was sent before is still in the hands of this worker."""
+    RETIRING = 7
+    """The worker has grown too large and ends: ``rows`` is how large, in bytes."""
     ABSENT = 5
     """The worker could not start: the payload is the error."""
 

@@ -63,7 +63,9 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
             if word == "grant":
                 grant: Grant = rest[0]
                 return grant
-            if word == "stop":
+            if word == "ping":
+                replies.send(encode_reply(Reply(rest[0], worker, Status.PONG)))
+            elif word == "stop":
                 raise SystemExit
 
     filler.beat = lambda ordinal: record(current, ordinal)
@@ -87,6 +89,7 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
                     limit = Limit(setup.growth_bytes, setup.load_bytes)
             elif word == "probe":
                 record(1)
+                machine.limit_data(program.memory)
                 replies.send(encode_reply(probed(filler, rest[0])))
                 record(0)
             elif word == "ping":
@@ -110,6 +113,8 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
             record(0)
             del reply, data
             if limit is not None and limit.outgrown():
+                size = machine.own_bytes(os.getpid())
+                replies.send(encode_reply(Reply(0, worker, Status.RETIRING, rows=size)))
                 raise SystemExit(RETIRED)
 
 

@@ -30,6 +30,8 @@ class Crew(Protocol):
 
     restarts: int
     """Workers that were replaced."""
+    retired_bytes: int
+    """Size of a worker that was replaced because it had grown, until somebody has looked."""
 
     @property
     def arena(self) -> AnyArena:

@@ -16,6 +16,7 @@ class InlineCrew:
     """Does a task each time it is waited for."""
 
     restarts = 0
+    retired_bytes = 0
 
     def __init__(self, program: Program) -> None:
         self.arena = Arena(shared=False)

@@ -83,6 +83,7 @@ class PortableCrew:
 
     def __init__(self, program: Program, *, start_method: str | None = None) -> None:
         self.restarts = 0
+        self.retired_bytes = 0
         method = start_method or "spawn"
         if method not in multiprocessing.get_all_start_methods():
             raise PenstockError(f"start_method={method!r} does not exist on this system: leave it out")

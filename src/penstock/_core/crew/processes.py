@@ -46,6 +46,7 @@ class ProcessCrew:
 
     def __init__(self, program: Program, *, start_method: str | None = None) -> None:
         self.restarts = 0
+        self.retired_bytes = 0
         self.template_bytes = 0
         self._program = program
         self._method = start_method or "forkserver"
@@ -62,6 +63,7 @@ class ProcessCrew:
         self._backlog: deque[Task] = deque()
         self._waiting: dict[int, int] = {}  # worker -> task for which it waits for a grant
         self._parked: set[int] = set()  # tasks whose worker died while it waited: they have no room before the grant
+        self._yielding: dict[int, int] = {}  # worker -> task that it was told to give up, and has not answered yet
         self._suspects: set[int] = set()
         self._pings: set[int] = set()
         self._round = 0
@@ -137,6 +139,7 @@ class ProcessCrew:
         if grant.offset is not None:
             self._backlog.appendleft(task)
             self._flush()
+            self._make_way()
         else:
             del self._outstanding[task.id]
             self._events.append(Reply(task.id, request.worker, Status.DONE))
@@ -161,6 +164,7 @@ class ProcessCrew:
             self._read_notices()
         elif self._template_fd in ready:
             self._template_died()
+        self._make_way()
         replies = list(self._events)
         self._events.clear()
         return replies
@@ -289,10 +293,17 @@ class ProcessCrew:
                 self._pings.discard(reply.worker)
                 self._resolve_suspects()
             return
+        if reply.status is Status.RETIRING:
+            self.retired_bytes = max(self.retired_bytes, reply.rows)
+            self._pids.pop(reply.worker, None)  # it is not measured any more; the template will say when it is gone
+            return
         if reply.status is Status.ABSENT:
             raise cannot_start(reply.body.error, reply.body.trace)
         task = self._outstanding.get(reply.task)
         if task is None:
+            return
+        if self._yielding.get(reply.worker) == reply.task:  # this is only to say that it has
+            del self._yielding[reply.worker]
             return
         self._deaths.fruit()
         if reply.status is Status.MORE:
@@ -332,6 +343,7 @@ class ProcessCrew:
         """A worker is gone for good: what it held is given to another, and so is its place."""
         self._pids.pop(number, None)
         waiting = self._waiting.pop(number, None)
+        yielded = self._yielding.pop(number, None)
         self._pings.discard(number)
         if code == RETIRED:
             self.restarts += 1
@@ -343,7 +355,7 @@ class ProcessCrew:
             self._parked.add(waiting)
         elif held == 0:
             self._look_for_lost(number)
-        elif held - 1 in self._outstanding:
+        elif held - 1 in self._outstanding and held - 1 != yielded:
             self._again(held - 1, ordinal, code)
         self.restarts += 1
         self._make(number)
@@ -359,6 +371,26 @@ class ProcessCrew:
             self._events.append(Reply(ident, 0, Status.FAILED, body=failure))
         elif ident != PROBE:  # worker 0 is told again when it is made
             self._backlog.appendleft(task)
+
+    def _make_way(self) -> None:
+        """When all workers wait for room that only an earlier task can give, have the one with the last task do that.
+
+        It happens when the worker of the earlier one has died: what it held is taken up again behind others.
+        """
+        if len(self._waiting) < len(self._owns):
+            return
+        unbegun = self._outstanding.keys() - self._waiting.values() - self._parked
+        number, last = max(self._waiting.items(), key=lambda pair: pair[1])
+        if not unbegun or min(unbegun) > last:
+            return
+        again = {*self._drained(), *(task.id for task in self._backlog)}
+        self._backlog = deque(self._outstanding[ident] for ident in sorted(again))
+        self._flush()
+        del self._waiting[number]
+        self._parked.add(last)
+        self._yielding[number] = last
+        with contextlib.suppress(OSError):  # it died: told by the template
+            self._owns[number].send(pickle.dumps(("grant", Grant(0, None, 0))))
 
     def _look_for_lost(self, dead: int) -> None:
         """A worker died with an empty record: perhaps it had just taken a task."""
@@ -420,6 +452,7 @@ class ProcessCrew:
         self._pids.clear()
         self._parked.update(self._waiting.values())
         self._waiting.clear()
+        self._yielding.clear()
         self._suspects.clear()
         self._pings.clear()
         self._drained()

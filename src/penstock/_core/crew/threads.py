@@ -27,6 +27,7 @@ class ThreadCrew:
     """Threads that take tasks from one queue."""
 
     restarts = 0
+    retired_bytes = 0
 
     def __init__(self, program: Program) -> None:
         self.arena = Arena(shared=False)

@@ -1,0 +1,138 @@
+"""The promise of the README's first line, measured from outside and enforced by the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock import BudgetError, Feed, LoadError, MiB
+from penstock._core import machine
+from tests.memory import cases, outside
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the kernel does not tell PSS")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Thirty files of 24 MiB, nearly three times the largest budget."""
+    made = tmp_path_factory.mktemp("big")
+    for i in range(30):
+        np.save(made / f"big-{i:03d}.npy", np.full(MiB(24) // 4, i, np.float32))
+    yield made
+    for path in made.iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize("name", list(cases.CASES))
+def test_a_feed_never_takes_more_than_its_budget(name: str, folder: Path) -> None:
+    """What the whole tree of processes takes above what was there before, as a share of the budget, is at most 1."""
+    budget = cases.CASES[name][0]
+    measured = outside.measure(name, folder)
+    assert measured.code == 0
+    assert measured.peak <= budget, f"{measured.peak / budget:.2f} of the budget\n{measured.said['plan']}"
+    said = measured.said
+    assert said["expected"] in (None, said["samples"])
+    assert said["planned"] <= budget
+    # stats tell the truth, within what sampling every few milliseconds can tell.
+    assert said["peak_bytes"] == pytest.approx(measured.peak, rel=0.15)
+
+
+@pytest.mark.skipif(not outside.can_limit(), reason="memory cgroups cannot be made here")
+@pytest.mark.parametrize("name", list(cases.CASES))
+def test_a_feed_finishes_inside_a_hard_limit_of_its_budget(name: str, folder: Path) -> None:
+    """In a memory cgroup of base + budget + 16 MiB nothing is killed and every sample comes."""
+    confined = outside.confined(name, folder, cases.CASES[name][0] + MiB(16))
+    assert (confined.code, confined.kills) == (0, 0)
+    assert confined.said["expected"] in (None, confined.said["samples"])
+
+
+def test_a_leaking_load_is_replaced_without_losing_a_sample() -> None:
+    """A worker that grows is exchanged between tasks; the order and the content stay."""
+    with Feed(range(600), cases.load_leaky, batch_size=8, memory="128 MiB", num_workers=2) as feed:
+        seen = np.concatenate([batch[:, 0].copy() for batch in feed])
+    assert seen.tolist() == list(range(600))
+    assert feed.stats.restarts > 0
+
+
+def _greedy(i: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    return np.ones(MiB(700) // 8)[:4] if i == 37 else np.ones(4)
+
+
+def test_a_load_that_asks_for_too_much_fails_alone_with_the_numbers() -> None:
+    """In place of the out-of-memory killer: an error that names the item, the share and the budget."""
+    with Feed(range(60), _greedy, batch_size=4, memory="256 MiB", num_workers=2) as feed, pytest.raises(
+        LoadError, match=r"37.*700\. MiB.*each of 2 workers may take .* of the budget of 256 MiB"
+    ) as caught:
+        for _ in feed:
+            pass
+    assert caught.value.item == 37
+    assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_a_load_that_asks_for_too_much_can_be_skipped() -> None:
+    """The others come as if nothing had happened."""
+    with Feed(range(60), _greedy, batch_size=4, memory="256 MiB", num_workers=2, on_error="skip") as feed:
+        assert sum(len(batch) for batch in feed) == 59
+    assert [item for item, _ in feed.stats.skipped] == [37]
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"num_workers": 2},
+        {"num_workers": 0},
+        {"num_workers": None},
+        {"num_workers": 2, "executor": "thread"},
+        {"num_workers": 1, "collate_fn": "pad"},
+    ],
+    ids=str,
+)
+def test_the_least_budget_that_an_error_names_works(keywords: dict[str, object]) -> None:
+    """BudgetError.least is a promise: giving exactly that is enough."""
+
+    def load(i: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        return np.full(MiB(2) // 8, float(i))
+
+    with pytest.raises(BudgetError) as caught, Feed(range(40), load, batch_size=8, memory="16 MiB", **keywords) as feed:  # type: ignore[arg-type]
+        feed.plan  # noqa: B018 - planning is what fails
+    with Feed(range(40), load, batch_size=8, memory=caught.value.least, **keywords) as feed:  # type: ignore[arg-type]
+        assert feed.plan.total_bytes <= caught.value.least
+        assert sum(len(b.data if isinstance(b, penstock.Padded) else b) for b in feed) == 40
+
+
+def test_small_samples_need_little(tmp_path: Path) -> None:
+    """64 MiB are enough for a crew of processes: a worker that loads with numpy only is lean."""
+    with Feed(range(4000), cases.load_path_of, batch_size=64, memory="64 MiB", num_workers=2) as feed:
+        assert feed.plan.worker_bytes < MiB(20)
+        assert sum(len(batch) for batch in feed) == 4000
+    assert feed.stats.peak_bytes <= MiB(64)
+
+
+def test_one_sample_may_be_most_of_the_budget() -> None:
+    """A batch of one, two slots."""
+
+    def load(i: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        return np.full(MiB(40) // 8, float(i))
+
+    with Feed(range(6), load, batch_size=1, memory="190 MiB", num_workers=1) as feed:
+        assert [batch[0, 0] for batch in feed] == [0, 1, 2, 3, 4, 5]
+        assert feed.plan.slots == 2
+    assert feed.stats.peak_bytes <= MiB(190)
+    assert feed.stats.copied == 0
+
+
+def test_two_feeds_of_a_half_do_not_take_all() -> None:
+    """A fraction is of what other feeds of this process were not promised already."""
+    with Feed(range(4), cases.load_path_of, memory=0.5) as one, Feed(range(4), cases.load_path_of, memory=0.5) as two:
+        assert one._memory + two._memory < 0.8 * machine.available_bytes()
+
+
+def test_a_budget_above_what_is_available_warns_with_the_numbers() -> None:
+    """The feed would be killed, not refused: so it is said at once."""
+    much = 2 * machine.available_bytes()
+    with pytest.warns(penstock.BudgetWarning, match=r"is more than the .* that are available now"):
+        Feed(range(4), cases.load_path_of, memory=much).close()
