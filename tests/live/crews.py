@@ -27,6 +27,12 @@ def batches(crew: str, items: Any, load: Any = None, **options: Any) -> list[Any
         return list(_copies(feed))
 
 
+def drain(feed: Feed, seen: list[Any]) -> None:
+    """Add the samples of an epoch to ``seen``, as far as it comes."""
+    for batch in feed:
+        seen.extend(batch.tolist())
+
+
 def _copies(feed: Feed) -> Any:
     import optree
 

@@ -83,7 +83,12 @@ def test_a_number_that_the_cast_would_change_is_an_error_with_the_item(crew: str
         pytest.skip("the same code: one of them is enough")
     fine = type(value)(1)
     with pytest.raises(SpecError, match=f"'the third'.*{cast}.*cannot hold exactly.*wider") as caught:
-        batches(crew, ["one", "two", "the third"], lambda i: np.array([fine, value if i == "the third" else fine]), cast=cast)
+        batches(
+            crew,
+            ["one", "two", "the third"],
+            lambda i: np.array([fine, value if i == "the third" else fine]),
+            cast=cast,
+        )
     assert caught.value.item == "the third"
 
 
@@ -115,8 +120,8 @@ def test_dates_and_texts_are_not_numbers_to_be_cast() -> None:
 
 def test_a_cast_that_is_no_dtype_is_refused_at_once() -> None:
     for cast in ("floot16", {"x": "floot16"}, object):
-        with pytest.raises(TypeError, match="cast=.*is not a dtype"):
-            Feed(range(3), abs, cast=cast)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"cast=.*is not a dtype"):
+            Feed(range(3), abs, cast=cast)
 
 
 def test_a_source_is_cast_too_and_its_integers_are_kept() -> None:
@@ -127,7 +132,7 @@ def test_a_source_is_cast_too_and_its_integers_are_kept() -> None:
         np.testing.assert_array_equal(first, x)
         np.testing.assert_array_equal(second, y)
         del first, second
-    with pytest.raises(SpecError, match="from 250 to 259 at 1.*'uint8'"):
+    with pytest.raises(SpecError, match=r"from 250 to 259 at 1.*'uint8'"):
         batches("inline", penstock.arrays(x, y), cast={"1": "uint8"}, batch_size=10)
 
 
@@ -140,7 +145,11 @@ def test_padded_and_listed_batches_are_cast_by_the_same_names(crew: str, each: i
         return sample if each == 1 else [sample]
 
     options: dict[str, Any] = {"collate_fn": collate, "samples_per_item": each}
-    for cast, dtypes in (("float16", ("f2", "i8")), ({"n": "uint8"}, ("f8", "u1")), ({"x": "bfloat16"}, (ml_dtypes.bfloat16, "i8"))):
+    for cast, dtypes in (
+        ("float16", ("f2", "i8")),
+        ({"n": "uint8"}, ("f8", "u1")),
+        ({"x": "bfloat16"}, (ml_dtypes.bfloat16, "i8")),
+    ):
         with feed_of(crew, range(4), load, cast=cast, **options) as feed:
             (batch,) = feed
             if collate == "pad":

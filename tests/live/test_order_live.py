@@ -31,7 +31,7 @@ def _epochs(count: int, **options: Any) -> list[list[tuple[int, int, float]]]:
     seen = []
     with Feed(range(50, 87), _draw, batch_size=8, memory="512 MiB", **options) as feed:
         for epoch in feed.epochs(count):
-            rows = []
+            rows: list[tuple[int, int, float]] = []
             for batch in epoch:
                 rows += zip(batch["item"].tolist(), batch["first"].tolist(), batch["more"].sum(1).tolist(), strict=True)
             seen.append(rows)
@@ -79,7 +79,7 @@ def test_the_numbers_of_an_item_do_not_depend_on_the_order_or_the_batch_size(
 ) -> None:
     (straight,) = _epochs(1, num_workers=0, seed=7)
     assert [item for item, *_ in straight] == list(range(50, 87))
-    assert dict((i, n) for i, n, _ in straight) == dict((i, n) for i, n, _ in expected[0])
+    assert {i: n for i, n, _ in straight} == {i: n for i, n, _ in expected[0]}
 
 
 @each_crew
@@ -115,7 +115,9 @@ def test_an_epoch_left_early_is_followed_by_a_whole_one(crew: str) -> None:
             assert seen == (list(range(4)) if number == 1 else list(range(23)))
 
 
-@pytest.mark.parametrize(("count", "drop_last", "sizes"), [(11, False, [4, 4, 3]), (11, True, [4, 4]), (3, True, []), (0, False, [])])
+@pytest.mark.parametrize(
+    ("count", "drop_last", "sizes"), [(11, False, [4, 4, 3]), (11, True, [4, 4]), (3, True, []), (0, False, [])]
+)
 @each_crew
 def test_len_tells_how_many_batches_come(crew: str, count: int, drop_last: bool, sizes: list[int]) -> None:
     with feed_of(crew, range(count), lambda i: i, drop_last=drop_last) as feed:
@@ -126,7 +128,10 @@ def test_len_tells_how_many_batches_come(crew: str, count: int, drop_last: bool,
 def test_len_of_what_cannot_be_counted_is_a_type_error() -> None:
     with feed_of("inline", iter(range(5)), lambda i: i) as feed, pytest.raises(TypeError, match="stream"):
         len(feed)
-    with feed_of("inline", range(5), lambda i: [i], samples_per_item=None) as feed, pytest.raises(TypeError, match="None"):
+    with (
+        feed_of("inline", range(5), lambda i: [i], samples_per_item=None) as feed,
+        pytest.raises(TypeError, match="None"),
+    ):
         len(feed)
 
 

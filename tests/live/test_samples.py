@@ -72,7 +72,7 @@ LEAVES: dict[str, Any] = {
     "transposed": lambda i: np.arange(i, i + 6).reshape(2, 3).T,
     "broadcast": lambda i: np.broadcast_to(np.float32(i), (3, 2)),
     "read only": lambda i: np.frombuffer(bytes([i, i + 1]), np.uint8),
-    "matrix": lambda i: np.arange(4).reshape(2, 2).view(np.recarray if False else np.ndarray) + i,
+    "subclass": lambda i: np.arange(3).view(np.recarray) + i,
 }
 
 
@@ -120,7 +120,9 @@ def test_numpys_own_texts_and_subclasses_of_str_are_texts() -> None:
     class Name(str):
         __slots__ = ()
 
-    ((names, arrays, raw),) = batches("inline", range(2), lambda i: (Name("n"), np.array(["a", "b"])[i], np.bytes_(b"r")))
+    ((names, arrays, raw),) = batches(
+        "inline", range(2), lambda i: (Name("n"), np.array(["a", "b"])[i], np.bytes_(b"r"))
+    )
     assert (names, arrays, raw) == (["n", "n"], ["a", "b"], [b"r", b"r"])
 
 
@@ -213,7 +215,7 @@ def test_dataclasses_are_batched_field_by_field_without_being_made_anew(crew: st
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_classes_that_no_other_process_can_import_come_back_as_themselves(method: str) -> None:
-    Local = collections.namedtuple("Local", "a b")  # noqa: PYI024 - made while it runs, as in a notebook
+    Local = collections.namedtuple("Local", "a b")
 
     @dataclasses.dataclass
     class Here:
@@ -333,7 +335,8 @@ SCRIPT = textwrap.dedent(
         assert type(key) is Key, type(key)
         return Sample(np.array([double(key.number)]), str(key))
 
-    with Feed([Key(i) for i in range(5)], load, batch_size=5, num_workers=2, memory="512 MiB", start_method=METHOD) as feed:
+    keys = [Key(i) for i in range(5)]
+    with Feed(keys, load, batch_size=5, num_workers=2, memory="512 MiB", start_method=METHOD) as feed:
         (batch,) = feed
     assert type(batch) is Sample
     print(batch.number.ravel().tolist(), batch.text[4])
@@ -383,6 +386,6 @@ def test_a_load_that_cannot_travel_says_what_to_do() -> None:
     import threading
 
     lock = threading.Lock()
-    with pytest.raises(penstock.PenstockError, match="cannot be sent to worker processes.*inside load"):
+    with pytest.raises(penstock.PenstockError, match=r"cannot be sent to worker processes.*inside load"):
         batches("process", range(3), lambda i: lock.locked())
     assert batches("thread", range(3), lambda i: lock.locked())[0].tolist() == [False] * 3

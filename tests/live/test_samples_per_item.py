@@ -10,7 +10,7 @@ import pytest
 
 import penstock
 from penstock import LoadError, PenstockError, SpecError
-from tests.live.crews import each_crew, feed_of
+from tests.live.crews import drain, each_crew, feed_of
 
 COUNTS = [3, 0, 1, 0, 0, 7, 25, 2, 0, 4]
 
@@ -41,7 +41,7 @@ def test_a_fixed_number_of_samples_comes_in_order_whether_or_not_it_divides_a_ba
     with feed_of(crew, range(10), load, samples_per_item=each, batch_size=batch_size) as feed:
         assert len(feed) == -(-10 * each // batch_size)
         sizes = []
-        rows = []
+        rows: list[tuple[list[int], str]] = []
         for batch in feed:
             sizes.append(len(batch["x"]))
             rows += zip(batch["x"].tolist(), batch["name"], strict=True)
@@ -171,7 +171,9 @@ def test_any_number_works_with_pad_list_and_a_callable(crew: str) -> None:
         assert feed.stats.samples == 42
     with feed_of(crew, range(len(COUNTS)), load, collate_fn="list", **options) as feed:
         assert [(int(s[0]), len(s) - 1) for batch in feed for s in batch] == flat
-    with feed_of(crew, range(len(COUNTS)), load, collate_fn=lambda s: {"n": len(s), "sum": sum(map(np.sum, s))}, **options) as feed:
+    with feed_of(
+        crew, range(len(COUNTS)), load, collate_fn=lambda s: {"n": len(s), "sum": sum(map(np.sum, s))}, **options
+    ) as feed:
         totals = list(feed)
     assert [int(t["n"]) for t in totals] == [6] * 7
     assert sum(int(t["sum"]) for t in totals) == sum(item * (k + 1) for item, k in flat)
@@ -200,10 +202,9 @@ def test_an_error_in_the_middle_of_an_item_names_the_item_after_the_batches_befo
         yield item
 
     with feed_of(crew, range(9), load, samples_per_item=None, batch_size=2) as feed:
-        seen = []
+        seen: list[int] = []
         with pytest.raises(LoadError, match="load failed for 5: OSError: unreadable") as caught:
-            for batch in feed:
-                seen += batch.tolist()
+            drain(feed, seen)
     assert caught.value.item == 5
     assert seen == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 

@@ -41,13 +41,18 @@ class Segment:
     """Where a process that is being made finds it, name or not; -1 for one that runs already, and on Windows."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.fd >= 0 and context.get_spawning_popen() is not None:
-            return _inherited, (self.start, self.size, self.name, reduction.DupFd(self.fd))
-        return Segment, (self.start, self.size, self.name)
+        if context.get_spawning_popen() is None:
+            return Segment, (self.start, self.size, self.name)
+        # A plain tuple: the process that is being made must be able to read it before it imports anything of ours.
+        return tuple, ((self.start, self.size, self.name, reduction.DupFd(self.fd) if self.fd >= 0 else None),)
 
-
-def _inherited(start: int, size: int, name: str, fd: Any) -> Segment:
-    return Segment(start, size, name, fd.detach())
+    @classmethod
+    def inherited(cls, told: Any) -> Segment:
+        """What became of a segment on its way to a process that was being made."""
+        if isinstance(told, Segment):  # forked
+            return told
+        start, size, name, fd = told
+        return cls(start, size, name, -1 if fd is None else fd.detach())
 
 
 class NamedArena:

@@ -39,7 +39,7 @@ class Leases:
     """The leases of one arena; tells ``ended`` which slot is free again, from whatever thread dropped the batch."""
 
     def __init__(self, ended: Callable[[int], None]) -> None:
-        self._ended = ended
+        self._ended: Callable[[int], None] | None = ended
         self._held: dict[int, _Lease] = {}
         # Weak: a feed that is dropped while batches are alive must be collected all the same.
         self._me = weakref.ref(self)
@@ -56,7 +56,12 @@ class Leases:
     def over(self, slot: int) -> None:
         """The last view of this slot is gone."""
         self._held.pop(slot, None)
-        self._ended(slot)
+        if self._ended is not None:
+            self._ended(slot)
+
+    def forget(self) -> None:
+        """Nobody needs to know any more; without this, engine and leases would wait for the collector together."""
+        self._ended = None
 
 
 def _over(lease: _Lease) -> None:

@@ -266,6 +266,7 @@ class Engine:
             self._units.clear()
             self.run += 1
             self._measure(now=True)
+            self._leases.forget()
             self.crew.close()
 
     def postpone(self, action: Callable[[], object]) -> bool:

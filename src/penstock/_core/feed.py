@@ -708,7 +708,7 @@ class Epoch:
     def _give_back(self) -> None:
         if self._engine is not None:
             # A unit that goes on in another slot is in both: each of its items is to be given back once.
-            begun = {unit.start: unit for unit in (*self._put_by_units, *self._engine.stop(self._run))}
+            begun = {id(unit): unit for unit in (*self._put_by_units, *self._engine.stop(self._run))}
             self._feed._take_back(list(begun.values()))
             self._put_by_units.clear()
             self._shared = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -103,6 +103,7 @@ class Filler:
         self.worker = worker
         self.beat: Callable[[int], None] = _no_record
         self._layout: Layout | None = None
+        self._plain: _Plain | None = None
         self._columns: dict[int, list[Array]] = {}
         self._kept: dict[tuple[int, int], Any] = {}
         self._trees: dict[optree.PyTreeSpec, bytes] = {}
@@ -111,6 +112,12 @@ class Filler:
         """The form of a sample and the rows of a slot are decided."""
         self._layout = Layout.of(spec, rows)
         self._columns.clear()
+        self._plain = _plain(self.program, spec)
+
+    def forget(self) -> None:
+        """Let go of the slots and of what was kept: a feed that is closed may be held for its numbers."""
+        self._columns.clear()
+        self._kept.clear()
 
     def probe(self, task: Task, gauge: Gauge) -> Probe | None:
         """Load a few items and say what a sample looks like and costs; what was loaded is used again.
@@ -235,6 +242,9 @@ class Filler:
         texts: list[tuple[int, int, bytes]] = []
         if self._kept and not any((task.epoch, index) in self._kept for index in task.indices.tolist()):
             self._kept.clear()  # another worker has made them meanwhile
+        if self._plain is not None and not self._kept and not task.barred:
+            self._fill_plain(task, columns, failures)
+            return
         for ordinal, item in self._each(task):
             index = int(task.indices[ordinal])
             first = row + ordinal * each
@@ -261,6 +271,50 @@ class Filler:
             if not self._attempt(write, ordinal, item, failures):
                 texts[:] = [t for t in texts if not first <= t[0] < first + each]
         reply.body = texts or None
+
+    def _fill_plain(self, task: Task, columns: list[Array], failures: list[Failure]) -> None:
+        """The same for samples of plain arrays and numbers, with what is done for each sample kept to a minimum.
+
+        Samples are written one by one all the same: a load may return the same buffer every time.
+        """
+        program, plain = self.program, self._plain
+        assert plain is not None
+        load, seed, epoch, beat, enter = program.load, program.seed, task.epoch, self.beat, context.enter
+        assert load is not None
+        indices = task.indices.tolist()
+        places = list(zip(columns, plain.shapes, plain.dtypes, plain.numbers, strict=True))
+        split = plain.split
+        row = task.start - 1
+        for ordinal, item in enumerate(self._items(task)):
+            row += 1
+            beat(ordinal)
+            enter(seed, epoch, indices[ordinal])
+            sample, made = None, False
+            try:
+                sample = load(item)
+                made = True
+                for (column, shape, dtype, number), value in zip(places, split(sample), strict=True):
+                    kind = type(value)
+                    if kind is np.ndarray:
+                        if value.shape != shape or value.dtype != dtype:
+                            break
+                    elif kind is not number:
+                        break
+                    column[row] = value
+                else:
+                    continue
+            except Exception as error:  # noqa: BLE001 - user code: on_error says what becomes of it
+                if not made:
+                    again = partial(self._load_and_write, task, columns, row, ordinal, item)
+                    self._attempt(again, ordinal, item, failures, first=error)
+                    continue
+            # Something is odd about this sample: the thorough way says what, or finds that it will do.
+            self._attempt(partial(self._write, columns, row, sample, item, []), ordinal, item, failures)
+
+    def _load_and_write(self, task: Task, columns: list[Array], row: int, ordinal: int, item: Any) -> None:
+        assert self.program.load is not None
+        context.enter(self.program.seed, task.epoch, int(task.indices[ordinal]))
+        self._write(columns, row, self.program.load(item), item, [])
 
     def _write(
         self, columns: list[Array], row: int, sample: Any, item: Any, texts: list[tuple[int, int, bytes]]
@@ -496,11 +550,25 @@ class Filler:
             self._columns[offset] = columns
         return columns
 
-    def _attempt(self, action: Callable[[], Any], ordinal: int, item: Any, failures: list[Failure] | None) -> bool:
-        """Run user code as often as on_error says; False when the item is to be left out."""
+    def _attempt(
+        self,
+        action: Callable[[], Any],
+        ordinal: int,
+        item: Any,
+        failures: list[Failure] | None,
+        *,
+        first: Exception | None = None,
+    ) -> bool:
+        """Run user code as often as on_error says; False when the item is to be left out.
+
+        ``first`` is what came of the first try, if that was made elsewhere.
+        """
         tries = self.program.tries
         for attempt in range(1, tries + 1):
             try:
+                if first is not None:
+                    raised, first = first, None
+                    raise raised
                 action()
                 return True
             except Room:
@@ -519,6 +587,47 @@ class Filler:
 
 def _no_record(_: int) -> None:
     """Where nobody has to know which item is being loaded."""
+
+
+class _Plain(NamedTuple):
+    """What has to be known of samples that are arrays and numbers, stored as they are."""
+
+    shapes: list[tuple[int, ...]]
+    dtypes: list[np.dtype[Any]]
+    numbers: list[type[Any]]
+    """The type of number that is stored without a change of dtype."""
+    split: Callable[[Any], Sequence[Any]]
+
+
+def _plain(program: Program, spec: Spec) -> _Plain | None:
+    if program.samples_per_item != 1 or program.load is None or isinstance(program.load, Into):
+        return None
+    if any(leaf.kind != "array" or leaf.stored != leaf.dtype for leaf in spec.leaves):
+        return None
+    numbers = [_NUMBERS.get(leaf.dtype, leaf.dtype.type) if not leaf.shape else _Nothing for leaf in spec.leaves]
+    single = spec.tree.is_leaf() if hasattr(spec.tree, "is_leaf") else False
+    return _Plain(
+        [leaf.shape for leaf in spec.leaves],
+        [leaf.dtype for leaf in spec.leaves],
+        numbers,
+        _single if single else spec.tree.flatten_up_to,
+    )
+
+
+class _Nothing:
+    """The type of no value."""
+
+
+_NUMBERS: Final[dict[np.dtype[Any], type[Any]]] = {
+    np.dtype(np.int64): int,
+    np.dtype(np.float64): float,
+    np.dtype(np.bool_): bool,
+    np.dtype(np.complex128): complex,
+}
+
+
+def _single(sample: Any) -> tuple[Any]:
+    return (sample,)
 
 
 class _Packing(NamedTuple):

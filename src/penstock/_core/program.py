@@ -40,7 +40,7 @@ class Retry:
 class Into:
     """A load that writes in place: ``load(item, out)``; made by ``penstock.into``."""
 
-    def __init__(self, function: Callable[[Any, Any], Any], spec: Spec) -> None:
+    def __init__(self, function: Callable[..., Any], spec: Spec) -> None:
         self.function = function
         self.spec = spec
         functools.update_wrapper(self, function, updated=())
@@ -55,7 +55,7 @@ class Into:
         return Into(self.function.__get__(instance, owner), self.spec)
 
 
-def into(spec: Any) -> Callable[[Callable[[Any, Any], None]], Into]:
+def into(spec: Any) -> Callable[[Callable[..., Any]], Into]:
     """Mark a load that writes its sample straight into the slot: ``load(item, out)``.
 
     ``spec`` is a tree of ``(shape, dtype)`` leaves; ``out`` has that tree, with writable arrays of exactly those

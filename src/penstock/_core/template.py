@@ -31,7 +31,7 @@ from penstock._core.channel import Channel
 __all__ = ["born", "serve", "start_interpreter"]
 
 GRACE_S: Final = 0.2  # for workers to end by themselves when the crew is closed; a load in progress is killed
-_ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 def start_interpreter(module: str, birth: dict[str, Any], keep: tuple[int, ...]) -> subprocess.Popen[bytes]:
@@ -53,7 +53,7 @@ def start_interpreter(module: str, birth: dict[str, Any], keep: tuple[int, ...])
             f"sys.path[:] = pickle.load(birth); import {module} as home; home.born(pickle.load(birth))"
         )
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-        environment = {name: "1" for name in _ONE_THREAD if name not in os.environ}
+        environment = {name: "1" for name in ONE_THREAD if name not in os.environ}
         # Two malloc arenas a process: with one per thread and core, freed memory is scattered and never given back.
         environment["MALLOC_ARENA_MAX"] = os.environ.get("MALLOC_ARENA_MAX", "2")
         # The mask is inherited: a Ctrl-C while the interpreter starts would print a traceback of its own.

@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 import time
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -49,12 +50,9 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
     filler = Filler(program, arena, worker)
     memory, at = arena.window(worker * RECORD_BYTES, RECORD_BYTES)
     limit: Limit | None = None
-    current = 0
 
-    def record(task: int, ordinal: int = 0) -> None:
-        nonlocal current
-        current = task
-        RECORD.pack_into(memory, at, task, ordinal, time.monotonic())
+    def record(task: int) -> None:
+        RECORD.pack_into(memory, at, task, 0, time.monotonic())
 
     def ask(reply: Reply) -> Grant:
         replies.send(encode_reply(reply))
@@ -68,7 +66,9 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
             elif word == "stop":
                 raise SystemExit
 
-    filler.beat = lambda ordinal: record(current, ordinal)
+    # One store into shared memory an item: the place of the item stands behind the task's number.
+    place = memoryview(memory)[at + 8 : at + 12].cast("I")
+    filler.beat = partial(place.__setitem__, 0)
     poller = select.poll()
     poller.register(own, select.POLLIN)
     poller.register(tasks, select.POLLIN)
@@ -89,7 +89,6 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
                     limit = Limit(setup.growth_bytes, setup.load_bytes)
             elif word == "probe":
                 record(1)
-                machine.limit_data(program.memory)
                 replies.send(encode_reply(probed(filler, rest[0])))
                 record(0)
             elif word == "ping":
@@ -121,6 +120,7 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
 def probed(filler: Filler, task: Task) -> Reply:
     """The answer to a probe."""
     reply = Reply(task.id, filler.worker, Status.PROBED)
+    machine.limit_data(filler.program.memory)
     try:
         reply.body = filler.probe(task, _Gauge())
     except Exception as error:  # noqa: BLE001 - whatever it is, the user gets to see it

@@ -87,4 +87,5 @@ class InlineCrew:
         if self._paused is not None:
             self._paused[0].close()
             self._paused = None
+        self._filler.forget()
         self.arena.close()

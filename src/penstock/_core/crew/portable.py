@@ -6,7 +6,7 @@ give out the tasks: a thread of the parent does, which alone touches processes a
 leaves tasks and fetches replies. A worker is given two tasks at a time, so that it need not wait for its next one
 and little waits behind a slow item.
 
-``_run`` and below run in the workers; the rest in the parent.
+``run`` and what is below it run in the workers; the rest in the parent.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from penstock._core.fill import Failed, Filler, failure_of
 from penstock._core.limit import RETIRED, Limit
 from penstock._core.program import Probe, Program, Setup
 from penstock._core.task import Failure, Grant, Reply, Status, Task
+from penstock._core.template import ONE_THREAD
 from penstock._core.wire import decode_reply, decode_task, encode_reply, encode_task, ident_of
 from penstock._core.worker import RECORD, RECORD_BYTES, probed, settle
 
-__all__ = ["PortableCrew"]
+__all__ = ["PortableCrew", "run"]
 
 # Windows waits for 63 things at once: two a worker, and the consumer.
 MOST_WORKERS: Final = 30 if sys.platform == "win32" else CONTROL_BYTES // RECORD_BYTES
@@ -365,8 +366,11 @@ class PortableCrew:
         mine, theirs = self._context.Pipe()
         # Others hold no end of a pipe that is not theirs, or it would not close with this process.
         shut = [mine, self._bell, self._button, *(worker.pipe for worker in self._workers.values())]
-        arguments = (self._program, number, theirs, segments, told, self._setup, shut if self._forks else ())
-        process = self._context.Process(target=_run, args=arguments, name=f"penstock-{number}", daemon=True)
+        birth = {
+            "one_thread": (*ONE_THREAD, "VECLIB_MAXIMUM_THREADS"),  # the last is for macOS
+            "arguments": (self._program, number, theirs, segments, told, self._setup, shut if self._forks else ()),
+        }
+        process = self._context.Process(target=exec, args=(_BIRTH, birth), name=f"penstock-{number}", daemon=True)
         try:
             with contextlib.nullcontext() if self._forks else _main_hidden():
                 process.start()
@@ -449,12 +453,21 @@ def _main_hidden() -> Iterator[None]:
 
 # ---- in the worker
 
+# NumPy looks at these once, when it is imported, and importing this file imports it.
+_BIRTH: Final = """
+import os
+for name in one_thread:
+    os.environ.setdefault(name, "1")
+from penstock._core.crew.portable import run
+run(*arguments)
+"""
 
-def _run(
+
+def run(
     program: Program | bytes,
     number: int,
     pipe: connection.Connection,
-    segments: list[Segment],
+    segments: list[Any],
     told: int,
     setup: bytes | None,
     shut: tuple[connection.Connection, ...],
@@ -474,7 +487,7 @@ def _run(
                 return
         assert isinstance(program, Program)
         settle(program.seed, number)
-        _Desk(program, number, pipe, NamedArena(segments), setup).work(told)
+        _Desk(program, number, pipe, NamedArena(list(map(Segment.inherited, segments))), setup).work(told)
 
 
 class _Desk:
@@ -548,7 +561,7 @@ class _Desk:
             setup: Setup = rest[0]
             context.set_worker(context.WorkerInfo(self._number, setup.workers))
             self._filler.configure(setup.spec, setup.rows)
-            if setup.growth_bytes and sys.platform == "linux":  # no other system has these lines
+            if setup.growth_bytes:
                 self._limit = Limit(setup.growth_bytes, setup.load_bytes)
         elif word == "follow":
             log, told = rest

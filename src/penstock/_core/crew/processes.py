@@ -192,6 +192,7 @@ class ProcessCrew:
         self._pids.clear()
         self._outstanding.clear()
         self._backlog.clear()
+        self._control = None  # a mapping keeps the whole arena
         self.arena.close()
 
     # ---- template and workers

@@ -117,6 +117,7 @@ class ThreadCrew:
                 thread.join(_JOIN_S)
         self._threads.clear()
         self._replies.put(None)  # for a consumer that waits in another thread
+        self._first.forget()
         self.arena.close()
 
 
