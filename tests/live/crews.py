@@ -30,7 +30,7 @@ def batches(crew: str, items: Any, load: Any = None, **options: Any) -> list[Any
 def drain(feed: Feed, seen: list[Any]) -> None:
     """Add the samples of an epoch to ``seen``, as far as it comes."""
     for batch in feed:
-        seen.extend(batch.tolist())
+        seen.extend(batch if isinstance(batch, list) else batch.tolist())
 
 
 def _copies(feed: Feed) -> Any:

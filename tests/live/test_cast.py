@@ -77,19 +77,22 @@ def test_a_cast_of_something_that_a_sample_does_not_have_names_what_it_has() -> 
         (1e12, "int32"),
     ],
 )
-@pytest.mark.parametrize("crew", ["inline", "process"])
-def test_a_number_that_the_cast_would_change_is_an_error_with_the_item(crew: str, value: Any, cast: str) -> None:
-    if crew == "process" and cast != "uint8":
-        pytest.skip("the same code: one of them is enough")
+def test_a_number_that_the_cast_would_change_is_an_error_with_the_item(value: Any, cast: str) -> None:
     fine = type(value)(1)
     with pytest.raises(SpecError, match=f"'the third'.*{cast}.*cannot hold exactly.*wider") as caught:
         batches(
-            crew,
+            "inline",
             ["one", "two", "the third"],
             lambda i: np.array([fine, value if i == "the third" else fine]),
             cast=cast,
         )
     assert caught.value.item == "the third"
+
+
+def test_the_error_comes_from_workers_too() -> None:
+    with pytest.raises(SpecError, match="the sample of 7 has values from 700 to 700") as caught:
+        batches("process", range(12), lambda i: i * 100 if i == 7 else i, cast="uint8")
+    assert caught.value.item == 7
 
 
 @pytest.mark.parametrize("cast", ["uint8", "float16", "bfloat16", "int64"])

@@ -701,10 +701,10 @@ def test_killing_the_parent_ends_workers_that_are_stuck(method: str) -> None:
         f"""
         import ctypes, os
         def load(i):
-            if i >= 16:
+            if i >= 1000:
                 ctypes.PyDLL(None).sleep(600)  # a call that keeps the GIL
             return np.full(8, i)
-        feed = Feed(range(400), load, batch_size=4, memory="512 MiB", num_workers=2, start_method={method!r})
+        feed = Feed(range(4000), load, batch_size=4, memory="512 MiB", num_workers=2, start_method={method!r})
         it = iter(feed)
         next(it)
         print("pids", *feed._engine.crew.pids(), flush=True)

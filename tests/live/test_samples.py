@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import signal
 import subprocess
 import sys
 import textwrap
@@ -58,6 +59,7 @@ LEAVES: dict[str, Any] = {
     "int": lambda i: i - 2,
     "float": lambda i: i / 3,
     "bool": lambda i: i % 2 == 0,
+    "enum": lambda i: signal.Signals(i + 1),
     "complex number": lambda i: complex(i, -i),
     "datetime": lambda i: np.array(["2024-02-29", "NaT"], "M8[D]") + i,
     "datetime scalar": lambda i: np.datetime64("2024-02-29T12:00:00.000000001") + i,
@@ -143,6 +145,7 @@ def test_torch_tensors_come_as_arrays_or_as_tensors(crew: str) -> None:
             "scalar": torch.tensor(i, dtype=torch.bfloat16),
             "grad": torch.ones(2, requires_grad=True) * i,
             "flag": torch.tensor(i % 2 == 0),
+            "conjugate": torch.tensor([1j * i]).conj(),
         }
 
     with feed_of(crew, range(4), load, to="torch") as feed:
@@ -156,6 +159,25 @@ def test_torch_tensors_come_as_arrays_or_as_tensors(crew: str) -> None:
         ((batch),) = batches(crew, range(4), load)
         assert batch["half"].dtype.name == "bfloat16"
         assert batch["half"].astype(float).tolist() == [[i, i + 1, i + 2] for i in range(4)]
+
+
+def test_what_torch_has_no_tensors_for_stays_an_array() -> None:
+    torch = pytest.importorskip("torch")
+
+    def load(i: int) -> dict[str, Any]:
+        return {"x": np.float32(i), "when": np.datetime64("2024-01-01"), "code": np.array("abc"), "name": "n"}
+
+    with feed_of("inline", range(2), load, to="torch", cast="float8_e4m3fn") as feed:
+        (batch,) = feed
+        assert batch["x"].dtype == torch.float8_e4m3fn
+        assert batch["x"].float().tolist() == [0, 1]
+        assert batch["when"].dtype == np.dtype("M8[D]")
+        assert batch["code"].tolist() == ["abc", "abc"]
+        assert batch["name"] == ["n", "n"]
+        del batch
+    ((again),) = batches("inline", range(2), lambda i: torch.tensor(float(i)).to(torch.float8_e5m2))
+    assert again.dtype.name == "float8_e5m2"
+    assert again.astype(float).tolist() == [0, 1]
 
 
 def test_a_tensor_that_is_not_on_the_cpu_says_so() -> None:

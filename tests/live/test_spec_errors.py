@@ -74,6 +74,12 @@ def test_the_first_of_several_bad_items_is_the_one_that_is_named() -> None:
         assert caught.value.item == "item 3"
 
 
+def test_a_list_of_numbers_that_varies_is_told_to_be_an_array() -> None:
+    for collate in (None, "pad"):
+        with pytest.raises(SpecError, match=r"the sample of 2 has the form \[\*, \*\], .*return np\.array"):
+            batches("inline", [1, 2], lambda n: list(range(n)), collate_fn=collate)
+
+
 def test_the_same_values_in_the_other_byte_order_or_on_other_strides_do_not_differ() -> None:
     kinds = [np.arange(4, dtype=">i4"), np.arange(4, dtype="<i4"), np.arange(8, dtype="i4")[::2] // 2]
     ((batch),) = batches("inline", range(3), lambda i: kinds[i])

@@ -1,6 +1,7 @@
 """The benchmark: workloads x contenders, each run in a process of its own, against limits measured in the same run.
 
     workloads    what is to be read, how it is made from a seed, how a batch is checked
+    cases        the same for the benchmark of memory, each with its budget
     contenders   who reads it: Penstock and its peers, each set up as its own documentation advises
     limits       what the machine could do at best: copies, page-cache reads, bare gathers, perfect sharing
     claims       the ratios that Penstock promises
@@ -9,6 +10,7 @@
     watch        memory and CPU time of that process tree, read from outside
     harness      rounds, interleaving, outcomes
     report       terminal, JSON and HTML
+    memory       the benchmark of memory: its rounds, its table
 
 A new contender is an entry of CONTENDERS and its name in the workloads that it can do; a new workload is a function
 that makes the data, one that gives the job, and an entry of WORKLOADS; a new limit is an entry of LIMITS.

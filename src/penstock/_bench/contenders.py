@@ -127,6 +127,7 @@ class _Penstock:
         return {
             "planned_bytes": plan.total_bytes, "slots": plan.slots, "workers": plan.workers,
             "peak_bytes": stats.peak_bytes, "copied": stats.copied, "wait_s": stats.wait_s,
+            "restarts": stats.restarts,
         }  # fmt: skip
 
     def close(self) -> None:
@@ -141,6 +142,7 @@ def _open_penstock(job: Job, *, executor: str = "process", into: bool = False) -
         "memory": job.budget_bytes,
         "shuffle": job.shuffle,
         "seed": job.seed,
+        "collate_fn": "pad" if job.pad else None,
     }
     if job.arrays is not None:
         return _Penstock(job, penstock.Feed(penstock.arrays(*job.arrays), **options))
@@ -154,6 +156,16 @@ def _open_penstock_into(job: Job) -> Running:
 
 def _open_penstock_thread(job: Job) -> Running:
     return _open_penstock(job, executor="thread", into=job.load_into is not None)
+
+
+def _open_penstock_unheld(job: Job) -> Running:
+    """Without what holds the budget, in this process and for good: no limit in workers, no look at their memory."""
+    engine: Any = importlib.import_module("penstock._core.engine")
+    feed: Any = importlib.import_module("penstock._core.feed")
+    setup = feed.Setup
+    engine.MEASURE_S = float("inf")
+    feed.Setup = lambda spec, rows, workers, *_: setup(spec, rows, workers)
+    return _open_penstock(job)
 
 
 # ---------------------------------------------------------------- torch
@@ -196,6 +208,12 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
+def _padded(samples: list[Any]) -> Any:
+    torch: Any = importlib.import_module("torch")
+    lengths = torch.tensor([len(sample) for sample in samples])
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True), lengths
+
+
 class _Torch:
     def __init__(self, job: Job, *, workers: int, whole_batches: bool = False) -> None:
         torch: Any = importlib.import_module("torch")
@@ -213,7 +231,7 @@ class _Torch:
             shuffle=job.shuffle,
             num_workers=workers,
             persistent_workers=workers > 0,
-            collate_fn=_as_is if whole_batches else None,
+            collate_fn=_as_is if whole_batches else _padded if job.pad else None,
             generator=torch.Generator().manual_seed(job.seed),
         )
 
@@ -308,6 +326,7 @@ CONTENDERS: Final = {
         Contender("penstock", "Penstock, worker processes", _open_penstock, ours=True),
         Contender("penstock-into", "Penstock, load writes into the slot", _open_penstock_into, ours=True),
         Contender("penstock-thread", "Penstock, threads that write into the slot", _open_penstock_thread, ours=True),
+        Contender("penstock-unheld", "Penstock, its budget not enforced", _open_penstock_unheld, ours=True),
         Contender("loop", "a plain loop", _Loop),
         Contender("threads", "a thread pool", _Threads),
         Contender("torch-0", "torch DataLoader, no workers", _open_torch_alone, ("torch",)),

@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock._bench import watch
+from penstock._bench.cases import workload_of
 from penstock._bench.contenders import CONTENDERS
 from penstock._bench.limits import LIMITS
 from penstock._bench.trial import Order
-from penstock._bench.workloads import WORKLOADS, Sizes
+from penstock._bench.workloads import Sizes
 
 __all__ = ["Outcome", "Results", "Setup", "Summary", "run", "summarize"]
 
@@ -316,7 +317,7 @@ def run(setup: Setup, *, tell: Callable[[str], None] = lambda _: None) -> Result
     folder = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
     try:
         for place, name in enumerate(setup.workloads, 1):
-            workload = WORKLOADS[name]
+            workload = workload_of(name)
             chosen = [c for c in workload.contenders if setup.contenders is None or c in setup.contenders]
             names = []
             for contender in chosen:
@@ -342,7 +343,8 @@ def run(setup: Setup, *, tell: Callable[[str], None] = lambda _: None) -> Result
                 for contender in everyone[turn:] + everyone[:turn]:
                     order = Order(
                         workload=name, contender=contender, folder=str(here), sizes=setup.sizes,
-                        workers=setup.workers, seed=setup.seed, budget_bytes=setup.budget_bytes,
+                        workers=setup.workers, seed=setup.seed,
+                        budget_bytes=workload.budget_bytes or setup.budget_bytes,
                     )  # fmt: skip
                     outcome = _trial(order, round_=round_, watch_all=watch_all, timeout_s=setup.timeout_s)
                     outcomes.append(outcome)
@@ -365,7 +367,7 @@ def _line(outcome: Outcome, setup: Setup) -> str:
         found = f"{outcome.status}: {outcome.reason}"
     elif not outcome.timed:
         found = f"peak {(outcome.peak_bytes or 0) / 2**20:.0f} MiB"
-    elif WORKLOADS[outcome.workload].unit == "bytes":
+    elif workload_of(outcome.workload).unit == "bytes":
         found = f"{outcome.result['bytes_per_s'] / 1e9:.2f} GB/s"
     else:
         found = f"{outcome.result['samples_per_s']:,.0f} samples/s"

@@ -18,10 +18,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from penstock._bench.cases import workload_of
 from penstock._bench.contenders import CONTENDERS
 from penstock._bench.drive import drive
 from penstock._bench.limits import LIMITS
-from penstock._bench.workloads import WORKLOADS, Sizes
+from penstock._bench.workloads import Sizes
 
 __all__ = ["Order", "main"]
 
@@ -59,7 +60,7 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     order = Order.from_json(sys.stdin.readline())
-    workload = WORKLOADS[order.workload]
+    workload = workload_of(order.workload)
     job = workload.job(Path(order.folder), order.sizes, order.workers, order.seed, order.budget_bytes)
     if order.contender in LIMITS:
         _, measure = LIMITS[order.contender]

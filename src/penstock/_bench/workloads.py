@@ -53,6 +53,11 @@ class Sizes:
     slow_batch: int = 16
     python_rows: int = 50_000
     python_batch: int = 256
+    memory_medium: int = 1500
+    memory_temporaries: int = 160
+    memory_leaks: int = 1000
+    memory_paths: int = 2_000_000
+    memory_ragged: int = 480
     least_s: float = 1.5
     """A timed region lasts at least this long, in whole epochs."""
 
@@ -92,6 +97,8 @@ class Job:
     load_into: Callable[[Any, Any], None] | None = None
     spec: Any = None
     """What ``load_into`` fills, as ``penstock.into`` wants it."""
+    pad: bool = False
+    """Samples differ in length: a batch is them padded with zeros, and their lengths."""
 
     @property
     def samples(self) -> int:
@@ -112,6 +119,8 @@ class Workload:
     make: Callable[[Path, Sizes, int], None]
     job: Callable[[Path, Sizes, int, int, int], Job]
     """folder, sizes, workers, seed, budget_bytes -> Job"""
+    budget_bytes: int | None = None
+    """The budget that belongs to it; None: the one that the run was given."""
 
 
 def _epochs_with_room(samples: int, bytes_per_sample: int) -> int:

@@ -1,19 +1,29 @@
-"""``penstock bench``: Penstock and its peers on the same data, against what the machine can do."""
+"""``penstock bench``: Penstock and its peers on the same data, against what the machine can do.
+
+``penstock bench memory`` compares what they add to the machine's memory, against a budget.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock._core.budget import parse_size
+
+if TYPE_CHECKING:
+    from penstock._bench.harness import Summary
+    from penstock._bench.workloads import Sizes
 
 __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 examples:
   penstock bench --quick
+  penstock bench memory
   penstock bench --workload big --big-batch 4 --rounds 7
   penstock bench --workload rows --contender penstock --contender torch
 """
@@ -30,6 +40,11 @@ _SIZES_HELP = {
     "slow_batch": "samples of a batch",
     "python_rows": "rows of the workload python",
     "python_batch": "samples of a batch",
+    "memory_medium": "192 KiB samples of bench memory",
+    "memory_temporaries": "its loads with large temporaries",
+    "memory_leaks": "its calls of the load that leaks 1 MiB each",
+    "memory_paths": "the paths that the parent holds in it",
+    "memory_ragged": "its samples of very different sizes",
     "least_s": "least seconds of a timed region",
 }
 # Quick is a promise of less than three minutes; this leaves room for the round that is running when time is up.
@@ -38,24 +53,28 @@ _QUICK_S = 130.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``penstock bench``."""
-    from penstock._bench.contenders import CONTENDERS
     from penstock._bench.workloads import FULL, QUICK, WORKLOADS
 
     parser.epilog = _EPILOG
+    contenders = tuple(dict.fromkeys(name for workload in WORKLOADS.values() for name in workload.contenders))
+    parser.add_argument(
+        "kind", nargs="?", choices=("speed", "memory"), default="speed",
+        help="memory: what torch's DataLoader and Penstock add at the peak, beside a budget; less than three minutes",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds: less than three minutes")
     parser.add_argument(
         "--workload", action="append", choices=[*WORKLOADS], help="only this one; repeat for more (all)"
     )
     parser.add_argument(
-        "--contender", action="append", choices=[*CONTENDERS], metavar="NAME",
-        help=f"only this one; repeat for more, out of {', '.join(CONTENDERS)} (all)",
+        "--contender", action="append", choices=contenders, metavar="NAME",
+        help=f"only this one; repeat for more, out of {', '.join(contenders)} (all)",
     )  # fmt: skip
     parser.add_argument("--rounds", type=_count, metavar="N", help="timed rounds (5, quick 3)")
     parser.add_argument(
         "--memory-rounds", type=_count_or_none, metavar="N", help="further rounds, only to sample memory (1, quick 0)"
     )
     parser.add_argument("--workers", type=_count, default=2, metavar="N", help="workers of whoever has some (2)")
-    parser.add_argument("--memory", type=_memory, default=2**30, metavar="SIZE", help='budget of Penstock ("1 GiB")')
+    parser.add_argument("--memory", type=_memory, metavar="SIZE", help='budget of Penstock ("1 GiB")')
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="what the data is made from (0)")
     parser.add_argument("--timeout", type=_positive, metavar="S", help="seconds for one trial (180, quick 25)")
     parser.add_argument(
@@ -73,29 +92,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run it, print the table, write the files; 1 when a contender of ours failed or gave wrong samples."""
+    if args.kind == "memory":
+        return _memory_run(args)
     from penstock._bench import harness, report
     from penstock._bench.workloads import FULL, QUICK, WORKLOADS
 
     sizes = QUICK if args.quick else FULL
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(sizes)}
     setup = harness.Setup(
         workloads=tuple(args.workload or WORKLOADS),
         contenders=None if args.contender is None else tuple(args.contender),
-        sizes=dataclasses.replace(sizes, **{name: value for name, value in given.items() if value is not None}),
+        sizes=_resized(sizes, args),
         rounds=args.rounds or (3 if args.quick else 5),
         memory_rounds=args.memory_rounds if args.memory_rounds is not None else (0 if args.quick else 1),
         workers=args.workers,
         seed=args.seed,
-        budget_bytes=args.memory,
+        budget_bytes=args.memory or 2**30,
         timeout_s=args.timeout or (25.0 if args.quick else 180.0),
         within_s=_QUICK_S if args.quick and args.rounds is None else None,
     )
-    results = harness.run(setup, tell=lambda line: print(line, file=sys.stderr, flush=True))
+    results = harness.run(setup, tell=_tell)
     print(f"\n{report.as_text(results)}")
     for path in report.write(results, args.out):
         print(f"wrote {path}")
-    ours_ran = [summary for summary in results.summaries if summary.kind == "ours"]
-    return 0 if all(summary.status == "ok" for summary in ours_ran) else 1
+    return _code(results.summaries)
+
+
+def _memory_run(args: argparse.Namespace) -> int:
+    from penstock._bench import memory
+
+    fixed = ("workload", "contender", "memory_rounds", "memory")
+    given = ", ".join(f"--{name.replace('_', '-')}" for name in fixed if getattr(args, name) is not None)
+    if given:
+        print(f"penstock: bench memory has cases and budgets of its own: leave out {given}", file=sys.stderr)
+        return 2
+    found = memory.run(
+        sizes=_resized(memory.SIZES, args), rounds=args.rounds or 2, workers=args.workers, seed=args.seed,
+        timeout_s=args.timeout or 60.0, tell=_tell,
+    )  # fmt: skip
+    print(f"\n{memory.as_text(found)}")
+    print(f"wrote {memory.write(found, args.out)}")
+    return _code((*found.cases.summaries, *found.costs.summaries))
+
+
+def _resized(sizes: Sizes, args: argparse.Namespace) -> Sizes:
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(sizes)}
+    return dataclasses.replace(sizes, **{name: value for name, value in given.items() if value is not None})
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _code(summaries: Iterable[Summary]) -> int:
+    return 0 if all(summary.status == "ok" for summary in summaries if summary.kind == "ours") else 1
 
 
 def _count(text: str) -> int:

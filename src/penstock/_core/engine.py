@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from penstock._core import machine
 from penstock._core.batch import Leases
-from penstock._core.budget import format_bytes
+from penstock._core.budget import MiB, format_bytes
 from penstock._core.crew import Crew
 from penstock._core.errors import BudgetError, FeedClosed, LeaseError, LoadError, SpecError, WorkerLost, said, shown
 from penstock._core.ledger import Ledger
@@ -434,7 +434,8 @@ class Engine:
             self._prepared.appendleft(Unit(unit.epoch, unit.start, unit.indices, unit.items, unit.skip))
 
     def _too_large(self, size: int, room: int) -> BudgetError:
-        least = self.plan.memory + 2 * (size - room)
+        # What a worker takes before it loads anything differs from start to start, by less than this.
+        least = self.plan.memory + 2 * (size - room) + MiB(2)
         return BudgetError(
             f"a collated batch takes {format_bytes(size)}, and the budget of {format_bytes(self.plan.memory)} has "
             f"{format_bytes(max(0, room))} for it: give memory={least} or more, or a smaller batch_size",

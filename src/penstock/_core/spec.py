@@ -26,7 +26,6 @@ Kind = Literal["array", "str", "bytes"]
 Cast = npt.DTypeLike | Mapping[str, npt.DTypeLike] | None
 Array = npt.NDArray[Any]
 
-_PLAIN: Final = frozenset({bool, int, float, complex})
 _TEXT_CELL_LEAST: Final = 64  # bytes a text gets at least in a slot; file names mostly fit
 
 
@@ -122,9 +121,11 @@ class Spec:
     def other_tree(self, sample: Any, item: Any) -> SpecError:
         """The error for a sample whose tree is not that of the first one."""
         _, tree = flatten(sample)
+        came, expected = _form(tree), _form(self.tree)
+        hint = "; numbers in a list are a leaf each, so return np.array(numbers)" if "[*, *" in came + expected else ""
         return SpecError(
-            f"the sample of {shown(item)} has the form {_form(tree)}, but the first sample had {_form(self.tree)} (a * "
-            "is an array, a number or a text): load must return the same tree for every item",
+            f"the sample of {shown(item)} has the form {came}, but the first sample had {expected} (a * is an array, a "
+            f"number or a text): load must return the same tree for every item{hint}",
             item=item,
         )
 
@@ -231,7 +232,7 @@ def whose(item: Any) -> str:
 
 def as_array(value: Any, *, path: str = "", item: Any = None) -> Array:
     """A leaf as a numpy array without a copy where that is possible."""
-    if type(value) in _PLAIN or isinstance(value, np.generic):
+    if isinstance(value, int | float | complex | np.generic):
         array = np.asarray(value)
     elif isinstance(value, np.ndarray):
         array = value
@@ -315,12 +316,13 @@ def _from_torch(tensor: Any) -> Array:
         raise SpecError(
             f"load returned a tensor on {tensor.device}: samples are made on the CPU; drop .to(...) from load"
         )
-    if str(tensor.dtype) == "torch.bfloat16":  # numpy has no name for it: pass the bits
+    if (name := str(tensor.dtype).removeprefix("torch.")).startswith(("bfloat16", "float8")):
         import torch
 
-        bits: Array = tensor.contiguous().view(torch.int16).numpy()
-        return bits.view(to_dtype("bfloat16"))
-    array: Array = tensor.numpy()
+        # numpy has no name for it: pass the bits
+        bits: Array = tensor.contiguous().view(torch.int16 if name == "bfloat16" else torch.int8).numpy()
+        return bits.view(to_dtype(name))
+    array: Array = tensor.resolve_conj().resolve_neg().numpy()
     return array
 
 

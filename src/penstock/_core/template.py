@@ -96,7 +96,8 @@ def _absent(orders: Channel, error: BaseException) -> None:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - an exception class that does not survive the way is described instead
         error = RuntimeError(f"{type(error).__qualname__}: {error}")
-    orders.send(pickle.dumps(("absent", error, trace)))
+    with contextlib.suppress(ConnectionError):  # the parent did not wait
+        orders.send(pickle.dumps(("absent", error, trace)))
 
 
 def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, replies: Channel) -> None:
@@ -118,15 +119,19 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
     poller = select.poll()
     poller.register(orders, select.POLLIN)
     poller.register(parent, select.POLLIN)
-    orders.send(pickle.dumps(("here", machine.private_bytes(os.getpid()))))
+
+    def tell(*words: Any) -> None:
+        with contextlib.suppress(ConnectionError):  # the parent closed its end, or is gone: the poller says so too
+            orders.send(pickle.dumps(words))
+
+    tell("here", machine.private_bytes(os.getpid()))
 
     def reap(pidfd: int) -> None:
         number, pid = children.pop(pidfd)
         poller.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
-        with contextlib.suppress(OSError):  # the parent may be gone already
-            orders.send(pickle.dumps(("exit", number, pid, os.waitstatus_to_exitcode(status))))
+        tell("exit", number, pid, os.waitstatus_to_exitcode(status))
 
     running = True
     while running:
@@ -136,7 +141,10 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
             elif fd == parent:
                 running = False
             elif fd == orders.fileno():
-                message, own = orders.receive_with_fd()
+                try:
+                    message, own = orders.receive_with_fd()
+                except ConnectionError:
+                    message, own = b"", None
                 word, *rest = pickle.loads(message) if message else ("close",)
                 if word == "close":
                     running = False
@@ -153,7 +161,7 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
                     pidfd = os.pidfd_open(pid)
                     children[pidfd] = (number, pid)
                     poller.register(pidfd, select.POLLIN)
-                    orders.send(pickle.dumps(("made", number, pid)))
+                    tell("made", number, pid)
                     os.close(own)
     # From here on only the children matter.
     poller = select.poll()
@@ -210,6 +218,8 @@ def _make(
         code = 0
     except SystemExit as leaving:
         code = worker.exit_code(leaving)
+    except ConnectionError:
+        pass  # the parent is gone: nobody is left to tell
     except BaseException:  # noqa: BLE001 - this process ends here, and nobody else could print it
         traceback.print_exc()
     finally:

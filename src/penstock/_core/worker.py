@@ -196,6 +196,8 @@ def born(birth: dict[str, Any]) -> None:
         code = 0
     except SystemExit as leaving:
         code = exit_code(leaving)
+    except ConnectionError:
+        pass  # the parent is gone: nobody is left to tell
     finally:
         leave(code)
 

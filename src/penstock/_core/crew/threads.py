@@ -14,7 +14,7 @@ import threading
 
 from penstock._core import context
 from penstock._core.arena import Arena
-from penstock._core.fill import Filler, SampleGauge, failure_of
+from penstock._core.fill import Filler, Room, SampleGauge, failure_of
 from penstock._core.program import Probe, Program, Setup
 from penstock._core.task import Grant, Reply, Status, Task
 
@@ -35,7 +35,7 @@ class ThreadCrew:
         self._first = Filler(program, self.arena, 0)
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
-        self._closed = False
+        self._closed = threading.Event()
         self._grants: list[queue.SimpleQueue[Grant]] = []
         self._threads: list[threading.Thread] = []
         self._taken: list[Reply] = []
@@ -50,15 +50,10 @@ class ThreadCrew:
             filler = self._first if number == 0 else Filler(self._program, self.arena, number)
             filler.configure(setup.spec, setup.rows)
             self._grants.append(queue.SimpleQueue())
+            info = context.WorkerInfo(number, setup.workers)
             thread = threading.Thread(
                 target=_work,
-                args=(
-                    filler,
-                    context.WorkerInfo(number, setup.workers),
-                    self._tasks,
-                    self._replies,
-                    self._grants[number],
-                ),
+                args=(filler, info, self._tasks, self._replies, self._grants[number], self._closed),
                 name=f"penstock-{number}",
                 daemon=True,
             )
@@ -85,7 +80,7 @@ class ThreadCrew:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until there is a reply."""
-        if self._taken or self._closed:
+        if self._taken or self._closed.is_set():
             return
         get = functools.partial(self._replies.get, timeout=timeout_s)
         with contextlib.suppress(queue.Empty):
@@ -106,7 +101,7 @@ class ThreadCrew:
 
     def close(self) -> None:
         """Let every thread end."""
-        self._closed = True
+        self._closed.set()
         self.withdraw()
         for grants in self._grants:
             grants.put(Grant(0, None, 0))
@@ -127,8 +122,15 @@ def _work(
     tasks: queue.SimpleQueue[Task | None],
     replies: queue.SimpleQueue[Reply | None],
     grants: queue.SimpleQueue[Grant],
+    closed: threading.Event,
 ) -> None:
     context.set_worker(info)
+
+    def beat(_: int) -> None:
+        if closed.is_set():  # between two items of a task that nobody waits for any more
+            raise Room
+
+    filler.beat = beat
 
     def ask(reply: Reply) -> Grant:
         replies.put(reply)
