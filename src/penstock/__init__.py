@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from penstock._core.budget import GiB, KiB, MiB
 from penstock._core.context import WorkerInfo, rng, worker
+from penstock._core.epoch import Epoch, ResourceHeld
 from penstock._core.errors import (
     BudgetError,
     FeedClosed,
@@ -24,7 +25,7 @@ from penstock._core.errors import (
     SpecError,
     WorkerLost,
 )
-from penstock._core.feed import BudgetWarning, Epoch, Feed, ResourceHeld, plan
+from penstock._core.feed import BudgetWarning, Feed, plan
 from penstock._core.plan import Plan
 from penstock._core.program import Into, Pad, Padded, Retry, into
 from penstock._core.source import Reader, Source, arrays

@@ -15,12 +15,14 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
-from penstock._bench import harness, report
+from penstock._bench import harness, memory, report
+from penstock._bench.cases import CASES, COSTS
 from penstock._bench.claims import CLAIMS
 from penstock._bench.contenders import CONTENDERS, Running
 from penstock._bench.drive import drive
 from penstock._bench.limits import LIMITS
 from penstock._bench.workloads import WORKLOADS, Job, Sizes
+from penstock._core.program import Pad
 
 TINY = Sizes(
     big_files=3,
@@ -30,6 +32,11 @@ TINY = Sizes(
     slow_items=64,
     slow_ms=0.05,
     python_rows=600,
+    memory_medium=70,
+    memory_temporaries=8,
+    memory_leaks=30,
+    memory_paths=6000,
+    memory_ragged=40,
     least_s=0.02,
 )
 
@@ -136,6 +143,65 @@ def test_a_tiny_run_gives_numbers_for_everyone_and_files_that_open(tmp_path: Pat
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ET.fromstring(drawing)
     assert "penstock / it" in report.as_text(results)
+
+
+def test_a_tiny_run_of_the_benchmark_of_memory_gives_numbers_for_everyone(tmp_path: Path) -> None:
+    """Otherwise the table in docs/memory.md could not be printed again."""
+    found = memory.run(sizes=TINY, rounds=1, cost_rounds=1, contenders=("penstock",))
+    assert [s.workload for s in (*found.cases.summaries, *found.costs.summaries)] == [
+        *CASES,
+        *(name for name in COSTS for _ in range(2)),
+    ]
+    for summary in (*found.cases.summaries, *found.costs.summaries):
+        assert (summary.status, summary.left_behind) == ("ok", 0), summary
+        assert summary.samples_per_s
+    text = memory.as_text(found)
+    for case in (*CASES.values(), *COSTS.values()):
+        assert case.title in text
+    saved = json.loads(memory.write(found, tmp_path / "out").read_text())
+    assert saved["costs"]["ratios"]["cost-rows"]["speed"]["rounds"] == 1
+    assert saved["cases"]["ratios"]["leak"]["speed"] is None  # the peer was left out
+    if sys.platform == "linux":
+        for summary in found.cases.summaries:
+            assert summary.added_bytes is not None
+            assert summary.added_bytes <= (CASES[summary.workload].budget_bytes or 0), summary
+
+
+@pytest.mark.parametrize("name", ["medium", "ragged", "leak"])
+def test_a_case_of_memory_with_wrong_content_is_found_out(name: str) -> None:
+    """Otherwise a loader could need little by leaving something out."""
+
+    def opened(job: Job, change: Any) -> Running:
+        def batch(start: int) -> Any:
+            samples = [job.load(item) for item in job.items[start : start + job.batch_size]]
+            return Pad()(samples) if job.pad else np.stack(samples)
+
+        class Few:
+            def epochs(self) -> Iterator[Any]:
+                while True:
+                    yield change([batch(start) for start in range(0, job.samples, job.batch_size)])
+
+            def facts(self) -> dict[str, Any]:
+                return {}
+
+            def close(self) -> None:
+                pass
+
+        return Few()
+
+    def wrong(change: Any) -> str:
+        job = CASES[name].job(Path(), TINY, 2, 0, 2**28)
+        return drive(job, lambda job: opened(job, change), mark=lambda _: None)[0].wrong
+
+    def one_value_off(batches: list[Any]) -> list[Any]:
+        data = batches[-1][0] if name == "ragged" else batches[-1]
+        data[-1, -1] += 1
+        return batches
+
+    assert wrong(lambda batches: batches) == ""
+    assert wrong(lambda batches: batches[:-1])
+    assert wrong(lambda batches: batches[::-1])
+    assert wrong(one_value_off)
 
 
 def test_a_missing_framework_is_skipped_by_name_and_a_broken_contender_fails_alone(

@@ -128,7 +128,7 @@ def test_one_sample_may_be_most_of_the_budget() -> None:
 def test_two_feeds_of_a_half_do_not_take_all() -> None:
     """A fraction is of what other feeds of this process were not promised already."""
     with Feed(range(4), cases.load_path_of, memory=0.5) as one, Feed(range(4), cases.load_path_of, memory=0.5) as two:
-        assert one._memory + two._memory < 0.8 * machine.available_bytes()
+        assert one._options.memory + two._options.memory < 0.8 * machine.available_bytes()
 
 
 def test_a_budget_above_what_is_available_warns_with_the_numbers() -> None:

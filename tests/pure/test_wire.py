@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock._core.errors import LoadError, SpecError, WorkerLost
+from penstock._core.pickles import dumps
 from penstock._core.task import Failure, Reply, Status, Task
-from penstock._core.wire import decode_reply, decode_task, dumps, encode_reply, encode_task, ident_of
+from penstock._core.wire import decode_reply, decode_task, encode_reply, encode_task, ident_of
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)

@@ -161,10 +161,14 @@ def _open_penstock_thread(job: Job) -> Running:
 def _open_penstock_unheld(job: Job) -> Running:
     """Without what holds the budget, in this process and for good: no limit in workers, no look at their memory."""
     engine: Any = importlib.import_module("penstock._core.engine")
-    feed: Any = importlib.import_module("penstock._core.feed")
-    setup = feed.Setup
+    crew: Any = importlib.import_module("penstock._core.crew")
+    if crew.portable_only():
+        kind: Any = importlib.import_module("penstock._core.crew.portable").PortableCrew
+    else:
+        kind = importlib.import_module("penstock._core.crew.processes").ProcessCrew
+    start = kind.start
     engine.MEASURE_S = float("inf")
-    feed.Setup = lambda spec, rows, workers, *_: setup(spec, rows, workers)
+    kind.start = lambda self, setup: start(self, dataclasses.replace(setup, growth_bytes=0))
     return _open_penstock(job)
 
 

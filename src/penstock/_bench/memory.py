@@ -23,8 +23,8 @@ __all__ = ["SIZES", "Found", "as_json", "as_text", "run", "write"]
 
 # Enough for a rate that means something and a peak that is the peak; all of it in less than three minutes.
 SIZES: Final = Sizes(big_files=8, big_samples=24, rows=100_000, python_rows=20_000, least_s=0.5)
-_CASES_S: Final = 75.0  # no further round is begun later; one takes about a third of it
-_COSTS_S: Final = 60.0
+_CASES_S: Final = 100.0  # no further round is begun later
+_COSTS_S: Final = 55.0
 _COST_ROUNDS: Final = 15
 
 
@@ -37,18 +37,16 @@ class Found:
 
 
 def run(
-    *, sizes: Sizes = SIZES, rounds: int = 2, workers: int = 2, seed: int = 0, timeout_s: float = 60.0,
+    *, sizes: Sizes = SIZES, rounds: int = 3, workers: int = 2, seed: int = 0, timeout_s: float = 60.0,
     cost_rounds: int = _COST_ROUNDS, contenders: tuple[str, ...] | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Found:  # fmt: skip
     """Run both parts; ``tell`` gets a line of text per trial."""
     cases = Setup(
-        workloads=tuple(CASES), contenders=contenders, sizes=sizes, rounds=rounds, memory_rounds=1, workers=workers,
+        workloads=tuple(CASES), contenders=contenders, sizes=sizes, rounds=rounds, memory_rounds=0, workers=workers,
         seed=seed, timeout_s=timeout_s, within_s=_CASES_S,
     )  # fmt: skip
-    costs = dataclasses.replace(
-        cases, workloads=tuple(COSTS), rounds=cost_rounds, memory_rounds=0, contenders=None, within_s=_COSTS_S
-    )
+    costs = dataclasses.replace(cases, workloads=tuple(COSTS), rounds=cost_rounds, contenders=None, within_s=_COSTS_S)
     return Found(harness.run(cases, tell=tell), harness.run(costs, tell=tell))
 
 

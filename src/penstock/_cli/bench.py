@@ -126,7 +126,7 @@ def _memory_run(args: argparse.Namespace) -> int:
         print(f"penstock: bench memory has cases and budgets of its own: leave out {given}", file=sys.stderr)
         return 2
     found = memory.run(
-        sizes=_resized(memory.SIZES, args), rounds=args.rounds or 2, workers=args.workers, seed=args.seed,
+        sizes=_resized(memory.SIZES, args), rounds=args.rounds or 3, workers=args.workers, seed=args.seed,
         timeout_s=args.timeout or 60.0, tell=_tell,
     )  # fmt: skip
     print(f"\n{memory.as_text(found)}")

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +30,7 @@ from penstock._core.ledger import Ledger
 from penstock._core.plan import Plan
 from penstock._core.program import Probe
 from penstock._core.regions import Regions
+from penstock._core.section import Section
 from penstock._core.stats import Stats
 from penstock._core.task import Failure, Grant, Mode, Reply, Status, Task
 
@@ -39,7 +38,10 @@ __all__ = ["Chunk", "Engine", "Unit", "error_of"]
 
 # A task should take about this long: long against a message (some 20 us), short against a slow item beside it.
 TASK_S: Final = 1e-3
-MEASURE_S: Final = 0.1  # how often memory is looked at; a look costs some 100 us a process
+MEASURE_S: Final = 0.1  # how often memory is looked at, at most
+# A look costs some 500 us a process and more for large ones: it may take so much of the consumer's time and no more.
+# What rises and falls between two looks is not missed, the kernel keeps the most that there was.
+MEASURE_SHARE: Final = 0.004
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,49 +77,6 @@ class Chunk:
     ready: bool = False
 
 
-class _Lock:
-    """A lock that knows its holder, so that what interrupts the holder in its own thread does not wait for it.
-
-    Finalizers (in a garbage collection that may begin anywhere) and signal handlers do. What they want done is
-    postponed until the holder lets go.
-    """
-
-    __slots__ = ("_lock", "_mine", "_postponed", "broken")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._mine: int | None = None
-        self._postponed: deque[Callable[[], object]] = deque()
-        self.broken = False
-        """Whether a KeyboardInterrupt or the like came in the middle of something: a reply may be lost."""
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._mine = threading.get_ident()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not issubclass(kind, Exception):
-            self.broken = True
-        self._mine = None
-        self._lock.release()
-        while self._postponed:
-            self._postponed.popleft()()
-
-    def attempt(self) -> bool:
-        """Take it if nobody has it; leave with ``__exit__``."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        self._mine = threading.get_ident()
-        return True
-
-    def postpone(self, action: Callable[[], object]) -> bool:
-        """Whether this thread holds it already: then the action is done later."""
-        if self._mine != threading.get_ident():
-            return False
-        self._postponed.append(action)
-        return True
-
-
 class Engine:
     """Slots, crew and ledger of one feed, for as long as the feed lives."""
 
@@ -141,7 +100,9 @@ class Engine:
         self._regions = Regions(crew.arena, slots, slot_bytes, spare_bytes)
         self._ledger = Ledger(slots)
         self._leases = Leases(self._lease_ended)
-        self._lock = _Lock()
+        self._section = Section()
+        self._lock = self._section.lock
+        self._interrupt: BaseException | None = None
         self._freed: deque[int] = deque()
         self._units: deque[Unit] = deque()
         self._by_task: dict[int, tuple[Unit, Chunk, int, int]] = {}  # ..., items, place of the first in the unit
@@ -159,7 +120,7 @@ class Engine:
         self._row_s = probe.load_s
         # What loads in this process hold at once; a worker process is measured instead.
         self._inside_bytes = 0 if crew.pids() else max(1, plan.workers) * probe.sample_bytes
-        self._measured_s = 0.0
+        self._measure_at_s = 0.0
         self._closed = False
         self._owner = os.getpid()
         self.run = 0
@@ -173,7 +134,7 @@ class Engine:
         ``ahead`` is how many units may be drawn before there is a slot for them: 1, or 0 for streams.
         """
         self._check_process()
-        with self._lock:
+        with self._lock, self._section:
             self._cancel()
             self._source = units
             self._ahead = ahead
@@ -184,20 +145,32 @@ class Engine:
         """End a run; the units that were begun or drawn and not handed out, in order."""
         if run != self.run or os.getpid() != self._owner:
             return []
-        with self._lock:
+        with self._lock, self._section:
             if run != self.run:
                 return []
             left = [*self._units, *self._prepared]
-            self._cancel()
+            if self._section.broken:  # the books cannot be trusted; the feed makes a new engine
+                self._source = None
+            else:
+                self._cancel()
             return left
 
     def next_chunk(self, run: int, epoch: int) -> tuple[Unit, Chunk] | None:
         """The next slot of an epoch, in order; None at its end. Blocks; raises what a load raised."""
+        self._check_process()
+        if self._interrupt is not None:
+            interrupt, self._interrupt = self._interrupt, None
+            raise interrupt
+        try:
+            return self._next_chunk(run, epoch)
+        finally:
+            self._section.catch_up()
+
+    def _next_chunk(self, run: int, epoch: int) -> tuple[Unit, Chunk] | None:
         began = time.perf_counter()
         waited = False
-        self._check_process()
         while True:
-            with self._lock:
+            with self._lock, self._section:
                 self._check(run)
                 self._settle()
                 found = self._ready_head(epoch)
@@ -217,8 +190,9 @@ class Engine:
                     self._add_slot()
                     continue
             waited = True
+            self._section.catch_up()
             self.crew.wait()
-            with self._lock:
+            with self._lock, self._section:
                 self._check(run)
                 for reply in self.crew.take():
                     self._take(reply)
@@ -228,7 +202,7 @@ class Engine:
 
     def lease(self, chunk: Chunk) -> tuple[Any, int] | None:
         """Memory of a chunk whose last reference frees the slot; None when it has to be copied."""
-        with self._lock:
+        with self._lock, self._section:
             self._check_open()
             if not self._ledger.may_lease():
                 return None
@@ -245,7 +219,7 @@ class Engine:
 
     def release(self, chunk: Chunk) -> None:
         """A chunk was copied: its slot is free."""
-        with self._lock:
+        with self._lock, self._section:
             self._ledger.copied(chunk.batch)
             self._fill(pull=False)
 
@@ -255,9 +229,9 @@ class Engine:
             self._closed = True
             self.crew.close()
             return
-        if self._lock.postpone(self.close):
+        if self._section.postpone(self.close):
             return
-        with self._lock:
+        with self._lock, self._section:
             if self._closed:
                 return
             self._closed = True
@@ -271,12 +245,12 @@ class Engine:
 
     def postpone(self, action: Callable[[], object]) -> bool:
         """Whether this thread is in the middle of something here: then the action is done right after that."""
-        return self._lock.postpone(action)
+        return self._section.postpone(action)
 
     @property
     def broken(self) -> bool:
         """Whether it was interrupted in the middle of something, and should be replaced."""
-        return self._lock.broken
+        return self._section.broken
 
     # ---- filling
 
@@ -485,12 +459,19 @@ class Engine:
         self._freed.append(slot)
         # Whoever holds the lock settles before letting go, or does when it next takes it; it is tried again because
         # the holder may have looked just before this slot was noted.
-        while self._freed and self._lock.attempt():
-            try:
-                self._settle()
-                self._fill(pull=False)
-            finally:
-                self._lock.__exit__(*sys.exc_info())
+        try:
+            while self._freed and not self._section.inside() and self._lock.acquire(blocking=False):
+                try:
+                    with self._section:
+                        self._settle()
+                        self._fill(pull=False)
+                finally:
+                    self._lock.release()
+        except Exception:
+            raise
+        except BaseException as error:  # noqa: BLE001 - lost if raised here, in a callback: the consumer's next step does
+            self._interrupt = error
+        self._section.catch_up()
 
     def _add_slot(self) -> None:
         self._ledger.grow()
@@ -531,9 +512,8 @@ class Engine:
 
     def _measure(self, *, now: bool = False) -> None:
         moment = time.monotonic()
-        if not now and moment - self._measured_s < MEASURE_S:
+        if not now and moment < self._measure_at_s:
             return
-        self._measured_s = moment
         stats = self.stats
         stats.arena_bytes = self.crew.arena.resident_bytes()
         stats.worker_bytes = self._inside_bytes
@@ -547,6 +527,7 @@ class Engine:
         peak = stats.arena_bytes + stats.worker_bytes + most_risen + (sum(risen) - most_risen) // 2
         stats.peak_bytes = max(stats.peak_bytes, peak + self.crew.retired_bytes)
         self.crew.retired_bytes = 0
+        self._measure_at_s = moment + max(MEASURE_S, (time.monotonic() - moment) / MEASURE_SHARE)
 
 
 def error_of(failure: Failure, unit: Unit, plan: Plan | None = None) -> Exception:

@@ -7,10 +7,11 @@ stuck in a load when the crew is closed is left behind as a daemon and ends with
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
+import pickle
 import queue
 import threading
+
+import cloudpickle
 
 from penstock._core import context
 from penstock._core.arena import Arena
@@ -29,16 +30,18 @@ class ThreadCrew:
     restarts = 0
     retired_bytes = 0
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, own_copies: bool = False) -> None:
         self.arena = Arena(shared=False)
         self._program = program
+        # Threads that nobody asked for: a load that was meant for processes may keep an open file in an object.
+        self._copies = _copies(program) if own_copies else None
         self._first = Filler(program, self.arena, 0)
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._grants: list[queue.SimpleQueue[Grant]] = []
         self._threads: list[threading.Thread] = []
-        self._taken: list[Reply] = []
+        self._taken: list[Reply | None] = []
 
     def probe(self, task: Task) -> Probe | None:
         """Load a few items in this thread."""
@@ -47,7 +50,8 @@ class ThreadCrew:
     def start(self, setup: Setup) -> None:
         """Start the threads."""
         for number in range(setup.workers):
-            filler = self._first if number == 0 else Filler(self._program, self.arena, number)
+            program = self._program if self._copies is None else pickle.loads(self._copies)
+            filler = self._first if number == 0 else Filler(program, self.arena, number)
             filler.configure(setup.spec, setup.rows)
             self._grants.append(queue.SimpleQueue())
             info = context.WorkerInfo(number, setup.workers)
@@ -82,18 +86,17 @@ class ThreadCrew:
         """Block until there is a reply."""
         if self._taken or self._closed.is_set():
             return
-        get = functools.partial(self._replies.get, timeout=timeout_s)
         with contextlib.suppress(queue.Empty):
             # Within one call of C: a Ctrl-C between getting and keeping a reply would lose it.
-            self._taken.extend(itertools.islice(iter(get, None), 1))
+            self._taken.extend(map(self._replies.get, (True,), (timeout_s,)))
 
     def take(self) -> list[Reply]:
         """The replies that are there now."""
         with contextlib.suppress(queue.Empty):
-            while (reply := self._replies.get_nowait()) is not None:
-                self._taken.append(reply)
+            while True:
+                self._taken.append(self._replies.get_nowait())
         replies, self._taken = self._taken, []
-        return replies
+        return [reply for reply in replies if reply is not None]
 
     def pids(self) -> list[int]:
         """No process of its own."""
@@ -108,12 +111,20 @@ class ThreadCrew:
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            # One that has no number was never started: Ctrl-C came first.
+            if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(_JOIN_S)
         self._threads.clear()
         self._replies.put(None)  # for a consumer that waits in another thread
         self._first.forget()
         self.arena.close()
+
+
+def _copies(program: Program) -> bytes | None:
+    try:
+        return bytes(cloudpickle.dumps(program))
+    except Exception:  # noqa: BLE001 - what cannot be copied is shared, as threads do
+        return None
 
 
 def _work(

@@ -1,0 +1,367 @@
+"""One pass over the items: turns chunks of the engine into batches, and keeps count of what was handed out.
+
+Runs in the parent. Most batches are handed out as they lie in their slot. What cannot be (items with any number of
+samples, everything after an item that was skipped) is copied out and cut into batches here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import threading
+import warnings
+from collections import deque
+from typing import Any, Final
+
+import numpy as np
+import optree
+
+from penstock._core import context
+from penstock._core.batch import Assembler, nbytes_of, packed_batch, rows_batch
+from penstock._core.engine import Chunk, Engine, Unit, error_of
+from penstock._core.errors import LoadError, SpecError, shown
+from penstock._core.fill import COLLATE_INDEX, recast
+from penstock._core.launch import Launched
+from penstock._core.program import Pad
+from penstock._core.schedule import Schedule
+from penstock._core.spec import NAMESPACE, flatten
+from penstock._core.stats import Stats
+from penstock._core.task import Mode
+
+__all__ = ["Epoch", "Place", "ResourceHeld"]
+
+# So many items in a row that are skipped mean that all will be.
+SKIPS_IN_A_ROW: Final = 100
+
+
+class ResourceHeld(UserWarning):
+    """Batches are handed out as copies because the consumer keeps too many."""
+
+
+@dataclasses.dataclass(slots=True)
+class Place:
+    """How far a feed has been handed out: all that a resumed one must know."""
+
+    epoch: int = 0
+    position: int = 0
+    """Items handed out in full, in this rank's order."""
+    inside: int = 0
+    """Samples of the next item that were handed out too."""
+    skips_in_a_row: int = 0
+    resume: tuple[int, int] = (0, 0)
+    """Position and inside at which the next iteration begins."""
+
+    def move(self, epoch: int, position: int, inside: int) -> None:
+        """This is what was handed out last."""
+        self.epoch, self.position, self.inside = epoch, position, inside
+
+
+class Epoch:
+    """One pass over the items of a feed; an iterator of batches."""
+
+    def __init__(
+        self,
+        launched: Launched | None,
+        schedule: Schedule,
+        place: Place,
+        *,
+        stats: Stats,
+        number: int,
+        run: int,
+        keeps: object,
+    ) -> None:
+        # ``for batch in Feed(...)``: nothing else holds the feed, and it ends its workers when nothing does.
+        self._keeps = keeps
+        self._launched = launched
+        self._engine: Engine | None = launched.engine if launched is not None else None
+        self._schedule = schedule
+        self._place = place
+        self._stats = stats
+        self.run = run
+        """Which run of the engine it belongs to: the next epoch may share it."""
+        self.number = number
+        """Which epoch this is."""
+        self._turn = threading.Lock()
+        self._over = launched is None
+        self.complete = False
+        """Whether all of it was handed out."""
+        self._assembler = Assembler()
+        self._shared: _Shared | None = None
+        self._put_by_units: list[Unit] = []
+        self._segments: deque[list[int]] = deque()  # position, samples of it seen before, rows: of what was put by
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __len__(self) -> int:
+        samples = self._schedule.samples
+        if samples is None:
+            raise TypeError("how many batches this epoch has is known only afterwards")
+        if self._launched is None:
+            return 0
+        size = self._launched.plan.batch_size
+        return samples // size if self._launched.options.drop_last else -(-samples // size)
+
+    def __next__(self) -> Any:
+        # Two threads may share an epoch: each batch goes to one of them.
+        with self._turn:
+            if self._over:
+                raise StopIteration
+            try:
+                return self._next()
+            except StopIteration:
+                raise  # complete: what is read ahead belongs to the epoch that follows
+            except BaseException:
+                self.close()
+                raise
+
+    def __del__(self) -> None:
+        # Not a way to close: an epoch that nobody holds any more must not go on reading ahead.
+        if not self._over and self._engine is not None and not self._engine.postpone(self.close):
+            self.close()
+
+    def close(self) -> None:
+        """Stop here: what was read ahead is dropped, items of a one-time stream are kept for the next epoch."""
+        if not self._over:  # one that is complete shares its run with the epoch that follows
+            self._over = True
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Let go of everything that was not handed out."""
+        if self._engine is not None:
+            # A unit that goes on in another slot is in both: each of its items is to be given back once.
+            begun = {id(unit): unit for unit in (*self._put_by_units, *self._engine.stop(self.run))}
+            if self._schedule.take_back(list(begun.values()), self._place.position):
+                self._place.resume = (0, self._place.inside)
+            self._put_by_units.clear()
+            self._shared = None
+            self._assembler = Assembler()
+            self._segments.clear()
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing more to come."""
+        return self._over
+
+    def _next(self) -> Any:
+        launched = self._launched
+        assert launched is not None
+        engine, size = launched.engine, launched.plan.batch_size
+        if self._shared is not None:
+            if engine.run == self.run:
+                return self._slice(size)
+            self._shared = None
+        while len(self._assembler) < size:
+            found = engine.next_chunk(self.run, self.number)
+            if found is None:
+                if len(self._assembler) and not launched.options.drop_last:
+                    return self._assembled(len(self._assembler))
+                self._place.move(self.number + 1, 0, 0)
+                self._over = True
+                self.complete = True
+                raise StopIteration
+            unit, chunk = found
+            self._note_failures(unit, chunk)
+            if engine.mode is Mode.WHOLE:
+                return self._collated(unit, chunk)
+            if engine.mode is Mode.ROWS and not chunk.failures and not len(self._assembler):
+                return self._rows(unit, chunk)
+            self._put_by(unit, chunk)
+        return self._assembled(size)
+
+    def _rows(self, unit: Unit, chunk: Chunk) -> Any:
+        launched = self._launched
+        assert launched is not None
+        engine, layout = launched.engine, launched.layout
+        texts = chunk.body or []
+        lease = engine.lease(chunk)
+        if lease is not None:
+            leaves = rows_batch(layout, *lease, chunk.rows, texts, launched.options.door)
+        else:
+            leaves = rows_batch(layout, *engine.peek(chunk), chunk.rows, texts, None)
+        row_size = nbytes_of(leaves) // chunk.rows
+        self._shared = _Shared(leaves, row_size, chunk.rows, unit.start, chunk if lease is None else None)
+        return self._slice(engine.plan.batch_size)
+
+    def _slice(self, size: int) -> Any:
+        """The next of the batches that lie in one slot; mostly there is one."""
+        launched, shared = self._launched, self._shared
+        assert shared is not None
+        assert launched is not None
+        at = shared.at
+        rows = min(size, shared.rows - at)
+        leaves = shared.leaves if rows == shared.rows else [leaf[at : at + rows] for leaf in shared.leaves]
+        shared.at = at + rows
+        if shared.copy_of is not None:
+            leaves = [leaf if isinstance(leaf, list) else self._copied(leaf) for leaf in leaves]
+            self._note_copy()
+        if shared.at == shared.rows:
+            self._shared = None
+            if shared.copy_of is not None:
+                launched.engine.release(shared.copy_of)
+        self._place.move(self.number, shared.start + shared.at // (launched.options.each or 1), 0)
+        self._count(rows, rows * shared.row_bytes)
+        return launched.layout.spec.build(leaves)
+
+    def _collated(self, unit: Unit, chunk: Chunk) -> Any:
+        launched = self._launched
+        assert launched is not None
+        engine, convert = launched.engine, launched.options.door
+        size = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape, _ in chunk.body.leaves)
+        lease = engine.lease(chunk)
+        if lease is not None:
+            batch = packed_batch(chunk.body, launched.trees, *lease, convert, copy=False)
+        else:
+            batch = packed_batch(chunk.body, launched.trees, *engine.peek(chunk), convert, copy=True)
+            engine.release(chunk)
+            self._note_copy()
+        self._place.move(self.number, unit.start + len(unit.indices), 0)
+        self._count(chunk.rows, size)
+        return batch
+
+    def _count(self, rows: int, size: int) -> None:
+        self._stats.samples += rows
+        self._stats.batches += 1
+        self._stats.bytes += size
+
+    def _copied(self, array: Any) -> Any:
+        assert self._launched is not None
+        convert = self._launched.options.door
+        return array.copy() if convert is None else convert(array.copy())
+
+    def _note_copy(self) -> None:
+        self._stats.copied += 1
+        if self._stats.copied == 1:
+            assert self._launched is not None
+            warnings.warn(
+                f"the consumer holds so many of the {self._launched.plan.slots} slots that workers would run dry: "
+                "further batches are copies, which cost memory outside the budget. Let batches go when they are used, "
+                "or copy what you keep",
+                ResourceHeld,
+                stacklevel=_users_level(),
+            )
+
+    # ---- what cannot be handed out as it lies
+
+    def _put_by(self, unit: Unit, chunk: Chunk) -> None:
+        """Copy the samples of a chunk out of its slot, to be cut into batches."""
+        launched = self._launched
+        assert launched is not None
+        engine, each = launched.engine, launched.options.each or 1
+        if chunk.rows and launched.options.collate is not None:
+            samples = packed_batch(chunk.body, launched.trees, *engine.peek(chunk), None, copy=True)
+            self._assembler.add([samples], len(samples))
+        elif chunk.rows:
+            texts = chunk.body or []
+            leaves = rows_batch(launched.layout, *engine.peek(chunk), chunk.rows, texts, None)
+            lost = {f.ordinal for f in chunk.failures} if engine.mode is Mode.ROWS else set()
+            good = [i for i in range(chunk.rows) if i // each not in lost]
+            self._assembler.add([_chosen(leaf, good, chunk.rows) for leaf in leaves], len(good))
+        engine.release(chunk)
+        if not self._put_by_units or self._put_by_units[-1] is not unit:
+            self._put_by_units.append(unit)
+        if chunk.counts is not None:
+            for ordinal, count in chunk.counts:
+                seen = unit.seen if ordinal == unit.seen_ordinal else unit.skip if ordinal == 0 else 0
+                self._segments.append([unit.start + ordinal, seen, count])
+                unit.seen_ordinal, unit.seen = ordinal, seen + count
+        else:
+            lost = {f.ordinal for f in chunk.failures}
+            self._segments.extend([unit.start + i, 0, each] for i in range(len(unit.indices)) if i not in lost)
+
+    def _assembled(self, rows: int) -> Any:
+        launched, place = self._launched, self._place
+        assert launched is not None
+        options = launched.options
+        leaves = self._assembler.cut(rows)
+        first, before, _ = self._segments[0]
+        left = rows
+        while left:
+            position, seen, count = self._segments[0]
+            used = min(left, count)
+            left -= used
+            if used == count:
+                self._segments.popleft()
+            else:
+                self._segments[0] = [position, seen + used, count - used]
+            place.move(self.number, position, seen + used)
+        if options.each is not None and place.inside == options.each:
+            place.move(self.number, place.position + 1, 0)
+        self._put_by_units = [u for u in self._put_by_units if u.start + len(u.indices) > place.position]
+        convert = options.door
+        if options.collate is not None:
+            batch = self._collate(leaves[0], COLLATE_INDEX + first + (before << 32))
+            self._count(rows, nbytes_of(flatten(batch)[0]))
+            if convert is None:
+                return batch
+            return optree.tree_map(lambda x: convert(x) if isinstance(x, np.ndarray) else x, batch, namespace=NAMESPACE)
+        self._count(rows, nbytes_of(leaves))
+        if convert is not None:
+            leaves = [leaf if isinstance(leaf, list) else convert(leaf) for leaf in leaves]
+        return launched.layout.spec.build(leaves)
+
+    def _collate(self, samples: list[Any], index: int) -> Any:
+        """Do here what a worker does where it has a batch's samples together."""
+        assert self._launched is not None
+        options = self._launched.options
+        assert options.collate is not None
+        context.enter(options.seed, self.number, index)
+        try:
+            batch: Any = options.collate(samples)
+        except SpecError:
+            raise
+        except Exception as error:
+            raise LoadError(
+                f"collate_fn failed for a batch of {len(samples)} samples: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            context.leave()
+        named = options.collate is list or isinstance(options.collate, Pad)
+        return batch if options.cast is None or named else recast(batch, options.cast)
+
+    def _note_failures(self, unit: Unit, chunk: Chunk) -> None:
+        place, skipped = self._place, self._stats.skipped
+        if not chunk.failures:
+            if chunk.rows:
+                place.skips_in_a_row = 0
+            return
+        for failure in sorted(chunk.failures, key=lambda f: f.ordinal):
+            error = error_of(failure, unit)
+            skipped.append((getattr(error, "item", None), failure.error))
+        alive = len(unit.indices) - len(chunk.failures)
+        place.skips_in_a_row = 0 if alive else place.skips_in_a_row + len(chunk.failures)
+        if place.skips_in_a_row >= SKIPS_IN_A_ROW:
+            item, last = skipped[-1]
+            raise LoadError(
+                f"the last {place.skips_in_a_row} items all failed, so something is wrong with all of them; the last "
+                f"was {shown(item)}: {type(last).__name__}: {last}",
+                item=item,
+            ) from last
+
+
+@dataclasses.dataclass(slots=True)
+class _Shared:
+    """A slot that holds several batches, and how far they have been handed out."""
+
+    leaves: list[Any]
+    row_bytes: int
+    rows: int
+    start: int
+    copy_of: Chunk | None
+    """The chunk to copy from and release at the end, where it could not be leased."""
+    at: int = 0
+
+
+def _users_level() -> int:
+    """How many frames above the caller's the user's own line is: batches are asked for in several ways."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "penstock":
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _chosen(leaf: Any, good: list[int], rows: int) -> Any:
+    if isinstance(leaf, list):
+        return [leaf[i] for i in good]
+    return leaf.copy() if len(good) == rows else leaf[good]

@@ -1,0 +1,286 @@
+"""From options to a crew at work: has a few items loaded, the plan solved, slots and workers made.
+
+Runs in the parent. Nothing is left behind if any of it fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any, Final
+
+import numpy as np
+
+from penstock._core import machine
+from penstock._core.batch import Trees
+from penstock._core.budget import format_bytes
+from penstock._core.crew import Crew, process_crew
+from penstock._core.crew.inline import InlineCrew
+from penstock._core.crew.threads import ThreadCrew
+from penstock._core.engine import Engine, Unit, error_of
+from penstock._core.errors import BudgetError, PenstockError
+from penstock._core.fill import Failed
+from penstock._core.layout import PAGE, Layout, slot_bytes
+from penstock._core.options import Options
+from penstock._core.plan import LEAN_WORKER_BYTES, TEMPLATE_BYTES, Footprint, Plan, Request, solve
+from penstock._core.program import Into, Probe, Program, Setup
+from penstock._core.schedule import Cut, Schedule
+from penstock._core.spec import row_bytes
+from penstock._core.stats import Stats
+from penstock._core.task import Mode, Task
+from penstock._core.wire import dump_items
+
+__all__ = ["Launched", "launch"]
+
+PROBE_ITEMS: Final = 8
+# Two measurements of the same worker differ by a few percent.
+MEASURED_SLACK: Final = 1.1
+# A batch that is collated may be larger than the first samples suggest; beyond this the slot grows.
+PACKED_SLACK: Final = 1.25
+# The items of a shuffle window stay in this process: an eighth of the budget, whatever the number of workers, so that
+# the order does not depend on it.
+WINDOW_SHARE: Final = 8
+WINDOW_MOST: Final = 2**20
+# Shorter waits than this are those of a busy machine, not of a network.
+WAITS_S: Final = 1e-3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launched:
+    """A feed at work: what stays the same for all of its epochs."""
+
+    options: Options
+    engine: Engine
+    plan: Plan
+    program: Program
+    layout: Layout
+    cut: Cut
+    trees: Trees = dataclasses.field(default_factory=Trees)
+
+
+def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, position: int, inside: int) -> Launched:
+    """Make everything ready for an epoch that goes on from a position; raises what the first items show to be wrong."""
+    program = _program(options, inside)
+    crew: Crew | None = None
+    planner = _Planner(options, schedule, program, _item_bytes(options, schedule, epoch, position))
+    try:
+        if program.load is None and options.collate is None:
+            crew, probe = InlineCrew(program), _probe_source(options, schedule, epoch, position)
+        else:
+            if isinstance(program.load, Into):
+                # A declared spec needs no sample: what cannot fit is refused before anything is started.
+                planner.solve(Probe(program.load.spec, 0, 1e-3, 1e-3, 0, 0), None, "process")
+            crew = _make_crew(options, program, options.num_workers)
+            probe = _probe(options, schedule, crew, epoch, position)
+        executor = options.executor if not _better_in_threads(options, probe) else "thread"
+        plan, slot_size = planner.solve(probe, crew, executor)
+        if _is_other(crew, plan, executor):
+            crew.close()
+            crew = _make_crew(options, program, plan.workers, threads=executor != options.executor)
+        # What the plan leaves is given to those who may turn out to need more: workers whose loads differ, and half of
+        # it to slots whose batches do.
+        spare = plan.free_bytes // 2 if program.collate is not None else 0
+        engine = Engine(
+            crew,
+            plan,
+            mode=program.mode,
+            slot_bytes=slot_size,
+            spare_bytes=spare,
+            samples_per_item=options.each,
+            probe=probe,
+        )
+        engine.stats = stats
+        growth = plan.worker_bytes - probe.process_bytes + (plan.free_bytes - spare) // max(1, plan.workers)
+        rows = plan.batch_size * plan.batches_per_slot
+        crew.start(Setup(probe.spec, rows, plan.workers, max(0, growth), probe.load_bytes))
+    except BaseException:
+        if crew is not None:
+            crew.close()
+        raise
+    return Launched(options, engine, plan, program, Layout.of(probe.spec, rows), planner.cut(plan))
+
+
+def _program(options: Options, inside: int) -> Program:
+    source, each = options.source, options.each
+    travels = source is not None and source.in_memory and options.load is not None and options.in_processes
+    # Rows can be given out beforehand if batches are made of whole items, and the first one is not half used up.
+    divides = each is not None and options.batch_size != "max" and options.batch_size % each == 0 and not inside
+    mode = Mode.FLOW
+    if each == 1 or divides:
+        mode = Mode.ROWS if options.collate is None else Mode.FLOW if options.skips else Mode.WHOLE
+    return Program(
+        options.load,
+        None if source is None or travels else source.reader(),
+        mode,
+        options.collate,
+        each,
+        options.cast,
+        options.on_error,
+        options.seed,
+        options.memory,
+    )
+
+
+def _make_crew(options: Options, program: Program, workers: int | None, *, threads: bool = False) -> Crew:
+    if workers == 0:
+        return InlineCrew(program)
+    gathers_here = options.source is not None and options.source.in_memory and options.load is None
+    if threads or options.executor == "thread" or gathers_here:
+        return ThreadCrew(program, own_copies=threads)
+    return process_crew(program, options.start_method)
+
+
+def _is_other(crew: Crew, plan: Plan, executor: str) -> bool:
+    """Whether the crew that was probed is not the one that was planned."""
+    if isinstance(crew, InlineCrew) or plan.workers == 0:
+        return isinstance(crew, InlineCrew) != (plan.workers == 0)
+    return executor == "thread" and not isinstance(crew, ThreadCrew)
+
+
+def _better_in_threads(options: Options, probe: Probe) -> bool:
+    """Whether the plan may use threads though nobody said so: the load waits, which threads do at no cost."""
+    free = options.num_workers is None and options.in_processes and options.start_method is None
+    return free and options.load is not None and probe.load_s > WAITS_S and probe.cpu_s < probe.load_s / 2
+
+
+def _probe(options: Options, schedule: Schedule, crew: Crew, epoch: int, position: int) -> Probe:
+    """Have items loaded until one gives a sample: the form of it, and what it cost."""
+    batch = PROBE_ITEMS if options.batch_size == "max" else min(PROBE_ITEMS, options.batch_size)
+    # Streams are not read ahead for this: what they gave cannot be put back into whatever makes them.
+    start, size = 0, 1 if options.streams else batch
+    while True:
+        indices, items = schedule.first(epoch, start if options.streams else start + position, size)
+        if len(indices) == 0:
+            raise PenstockError(
+                f"none of the {start} items gives a sample, so there is nothing to plan for: check what load yields"
+                if start
+                else "there are no items, so there is nothing to plan for: give at least one"
+            )
+        try:
+            probe = crew.probe(Task(0, 0, 0, 0, 0, epoch, indices, items))
+        except Failed as failed:
+            raise error_of(failed.failure, Unit(0, 0, indices, items)) from failed.failure.error
+        if probe is not None:
+            return probe
+        start, size = start + len(indices), 2 * size
+
+
+def _probe_source(options: Options, schedule: Schedule, epoch: int, position: int) -> Probe:
+    """A source knows the form of its samples; only reading from files has to be timed."""
+    source = options.source
+    assert source is not None
+    spec = source.spec().cast(options.cast)
+    seconds = 0.0
+    if not source.in_memory and len(source):
+        indices, _ = schedule.first(epoch, position, PROBE_ITEMS)
+        out = [np.empty((len(indices), *leaf.shape), leaf.stored) for leaf in spec.leaves]
+        began = time.perf_counter()
+        source.reader().read_into(indices, out, spec.leaves)
+        seconds = (time.perf_counter() - began) / len(indices)
+    return Probe(spec, 0, seconds, seconds, 2 * spec.sample_bytes, 0)
+
+
+def _item_bytes(options: Options, schedule: Schedule, epoch: int, position: int) -> int:
+    _, items = schedule.first(epoch, 0 if options.streams else position, 1)
+    if not items:
+        return 8
+    if not options.in_processes:
+        return 64  # nothing of it travels, so it need not even be possible to pickle it
+    return len(dump_items(items[:1]))
+
+
+class _Planner:
+    """Puts what was asked and what was measured into the plan's terms."""
+
+    def __init__(self, options: Options, schedule: Schedule, program: Program, item_bytes: int) -> None:
+        self._options = options
+        self._schedule = schedule
+        self._program = program
+        self._item_bytes = item_bytes
+        self._window = _window(options.memory, item_bytes)
+
+    def cut(self, plan: Plan) -> Cut:
+        """How epochs are cut under this plan."""
+        each = self._options.each or 1
+        mode = self._program.mode
+        batch = plan.batch_size // each
+        unit = batch * plan.batches_per_slot
+        if mode is Mode.FLOW:
+            unit = max(1, batch) if self._options.each is not None else 1
+        travels = self._options.source is not None and self._program.reader is None
+        return Cut(unit, batch, mode is not Mode.FLOW and not self._program.skips, self._window, travels)
+
+    def solve(self, probe: Probe, crew: Crew | None, executor: Any) -> tuple[Plan, int]:
+        """The plan, and the bytes of a slot; BudgetError if there is none."""
+        options, program = self._options, self._program
+        rows = tuple(row_bytes(leaf) for leaf in probe.spec.leaves)
+        if program.collate is not None:
+            rows = (int(probe.packed_bytes * PACKED_SLACK),)
+        source = options.source
+        # Files of a source are timed in this process, but read by workers if there are to be any.
+        later = program.load is None and source is not None and not source.in_memory and options.in_processes
+        later = later and isinstance(crew, InlineCrew)
+        processes = crew is None or later or not isinstance(crew, InlineCrew | ThreadCrew)
+        window_bytes = self._window * self._item_bytes if options.streams and options.shuffle else 0
+        footprint = Footprint(
+            leaf_row_bytes=rows,
+            load_bytes=probe.load_bytes,
+            process_bytes=probe.process_bytes or (LEAN_WORKER_BYTES if processes else 0),
+            template_bytes=TEMPLATE_BYTES if later else getattr(crew, "template_bytes", 0) if crew is not None else 0,
+            load_s=probe.load_s,
+            cpu_s=probe.cpu_s,
+            item_bytes=self._item_bytes,
+        )
+        request = Request(
+            memory=max(1, options.memory - window_bytes),
+            batch_size=options.batch_size,
+            num_workers=options.num_workers,
+            executor=executor if processes else "thread",
+            cores=machine.look().cores,
+            whole=program.mode is Mode.WHOLE,
+            staged=program.mode is Mode.FLOW,
+            # A stream may be slow or live: its batches are handed out one by one.
+            groups=program.mode is Mode.ROWS and not options.streams,
+            length=self._schedule.samples,
+        )
+        try:
+            plan = solve(request, footprint)
+        except BudgetError:
+            raise _does_not_fit(request, footprint, window=window_bytes > 0) from None
+        notes = plan.notes
+        if executor != options.executor and plan.workers:
+            notes = (*notes, "threads, not processes: while a load waits, others run; each has its own copy of load")
+        if window_bytes:
+            notes = (*notes, f"shuffle window of {self._window:,} items: {format_bytes(window_bytes)}")
+        plan = dataclasses.replace(
+            plan,
+            memory=options.memory,
+            parent_bytes=plan.parent_bytes + window_bytes,
+            total_bytes=plan.total_bytes + window_bytes,
+            notes=notes,
+        )
+        return plan, slot_bytes(rows, plan.batch_size * plan.batches_per_slot)
+
+
+def _does_not_fit(request: Request, footprint: Footprint, *, window: bool) -> BudgetError:
+    """The error whose ``least`` works when it is given: what is measured anew then may come out a little larger."""
+    wider = dataclasses.replace(
+        footprint,
+        load_bytes=int(footprint.load_bytes * MEASURED_SLACK),
+        process_bytes=int(footprint.process_bytes * MEASURED_SLACK),
+        template_bytes=int(footprint.template_bytes * MEASURED_SLACK),
+    )
+    try:
+        solve(request, wider)
+    except BudgetError as error:
+        if not window:
+            return error
+        # The window is a share of the budget, so what is left for the rest grows with it.
+        least = -(-error.least * WINDOW_SHARE // (WINDOW_SHARE - 1) // PAGE) * PAGE + PAGE
+        return BudgetError(f"{error} (with the shuffle window: memory={least})", least=least)
+    raise AssertionError("a larger footprint fits where a smaller one did not")
+
+
+def _window(memory: int, item_bytes: int) -> int:
+    room = max(2, memory // WINDOW_SHARE // (item_bytes + 64))
+    return int(min(WINDOW_MOST, 1 << (room.bit_length() - 1)))

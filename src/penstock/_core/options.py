@@ -1,0 +1,185 @@
+"""What a user asked of a feed, checked. Pure but for asking how much memory there is. Runs in the parent.
+
+Everything wrong with an argument is said here, at once, before anything is started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from penstock._core.device import door
+from penstock._core.items import Picker, Stream, sort_out
+from penstock._core.program import Into, Pad, Retry
+from penstock._core.source import Source
+from penstock._core.spec import Cast, to_dtype
+
+__all__ = ["Collate", "OnError", "Options", "check_count"]
+
+OnError = Literal["raise", "skip"] | Retry
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The arguments of a feed in the form in which they are used."""
+
+    items: Picker | Stream | Source
+    load: Callable[..., Any] | None
+    batch_size: int | Literal["max"]
+    memory: int
+    num_workers: int | None
+    executor: Literal["process", "thread"]
+    shuffle: bool
+    seed: int
+    drop_last: bool
+    cast: Cast
+    collate: Collate | None
+    each: int | None
+    """Samples an item; None: any number."""
+    on_error: OnError
+    rank: int
+    world: int
+    door: Callable[[Any], Any] | None
+    start_method: Literal["fork", "forkserver", "spawn"] | None
+
+    @classmethod
+    def checked(
+        cls,
+        items: Any,
+        load: Any,
+        *,
+        batch_size: Any,
+        memory: int,
+        num_workers: Any,
+        executor: Any,
+        shuffle: Any,
+        seed: Any,
+        drop_last: Any,
+        cast: Any,
+        collate_fn: Any,
+        samples_per_item: Any,
+        on_error: Any,
+        shard: Any,
+        to: Any,
+        start_method: Any,
+        unbuilt: Mapping[str, Any],
+    ) -> Options:
+        """The options of these arguments; TypeError or ValueError says what is wrong and what to give."""
+        kind = sort_out(items, load)
+        _check_choice("executor", executor, ("process", "thread"))
+        _check_choice("start_method", start_method, (None, "fork", "forkserver", "spawn"))
+        check_count("num_workers", num_workers, least=0, optional=True)
+        check_count("samples_per_item", samples_per_item, least=1, optional=True)
+        if batch_size != "max":
+            check_count("batch_size", batch_size, least=1)
+        if not (isinstance(on_error, Retry) or on_error in ("raise", "skip")):
+            raise ValueError(f'on_error={on_error!r} is not known: give "raise", "skip" or penstock.Retry(n)')
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+            raise TypeError(f"seed={seed!r} must be an int")
+        for name, value in unbuilt.items():
+            if value is not None:
+                raise NotImplementedError(f"{name} is part of the contract but not built yet: leave it out for now")
+        if isinstance(collate_fn, str):
+            _check_choice("collate_fn", collate_fn, ("pad", "list"))
+        elif collate_fn is not None and not callable(collate_fn):
+            raise TypeError(f'collate_fn={collate_fn!r} must be None, "pad", "list" or a callable on a list of samples')
+        _check_into(load, cast, collate_fn, samples_per_item)
+        if load is None and samples_per_item != 1:
+            raise TypeError(
+                f"samples_per_item={samples_per_item} needs a load that gives so many: a source has one sample per row"
+            )
+        for dtype in cast.values() if isinstance(cast, Mapping) else () if cast is None else (cast,):
+            _check_dtype(dtype)
+        rank, world = _shard(shard)
+        return cls(
+            items=kind,
+            load=load,
+            batch_size=batch_size,
+            memory=memory,
+            num_workers=num_workers,
+            executor=executor,
+            shuffle=bool(shuffle),
+            seed=int(seed),
+            drop_last=bool(drop_last),
+            cast=cast,
+            collate=Pad() if collate_fn == "pad" else list if collate_fn == "list" else collate_fn,
+            each=samples_per_item,
+            on_error=on_error,
+            rank=rank,
+            world=world,
+            door=door(to),
+            start_method=start_method,
+        )
+
+    @property
+    def source(self) -> Source | None:
+        """The items, if they are a source."""
+        return None if isinstance(self.items, Picker | Stream) else self.items
+
+    @property
+    def streams(self) -> bool:
+        """Whether the items come one after the other and cannot be counted."""
+        return isinstance(self.items, Stream)
+
+    @property
+    def skips(self) -> bool:
+        """Whether items that fail may be left out."""
+        return self.on_error == "skip" or (isinstance(self.on_error, Retry) and self.on_error.then == "skip")
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether worker processes were asked for."""
+        return self.executor == "process" and self.num_workers != 0
+
+
+def _shard(shard: Any) -> tuple[int, int]:
+    if shard is None:
+        return 0, 1
+    if shard == "auto":
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        return int(os.environ.get("RANK", "0")), world
+    rank, world = shard
+    if not 0 <= rank < world:
+        raise ValueError(f"shard={shard!r}: give (rank, world) with rank from 0 to world - 1")
+    return int(rank), int(world)
+
+
+def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is not known: give one of {', '.join(map(repr, known))}")
+
+
+def check_count(name: str, value: Any, *, least: int, optional: bool = False) -> None:
+    """TypeError or ValueError unless the value is an int of at least ``least``."""
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name}={value!r} must be an int{' or None' if optional else ''}")
+    if value < least:
+        raise ValueError(f"{name}={value} must be {least} or more")
+
+
+def _check_dtype(dtype: Any) -> None:
+    try:
+        known = not to_dtype(dtype).hasobject
+    except (TypeError, AttributeError):
+        known = False
+    if not known:
+        raise TypeError(f"cast={dtype!r} is not a dtype that a batch can have: give 'float16' or 'bfloat16', say")
+
+
+def _check_into(load: Any, cast: Any, collate: Any, each: int | None) -> None:
+    if not isinstance(load, Into):
+        return
+    for name, wrong in (
+        ("cast", cast is not None),
+        ("collate_fn", collate is not None),
+        ("samples_per_item", each != 1),
+    ):
+        if wrong:
+            raise TypeError(f"{name} cannot be used with @penstock.into: that load writes the stored form itself")

@@ -1,0 +1,151 @@
+"""Which items are loaded when: cuts an epoch of the order, or of a stream, into units. Runs in the parent.
+
+Pure for sequences. A stream is pulled from here, and nowhere else, one unit at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from penstock._core.engine import Unit
+from penstock._core.items import Picker, Stream, stream_error
+from penstock._core.options import Options
+from penstock._core.order import Order
+
+__all__ = ["Cut", "Schedule"]
+
+# Positions whose items are looked up at once: 64 KiB of indices, a tenth of the cost of doing it batch by batch.
+ORDER_BLOCK: Final = 8192
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """How an epoch is cut: decided with the plan."""
+
+    unit_items: int
+    """Items a unit."""
+    batch_items: int
+    """Items a batch; a remainder is left out if the user wants only full ones."""
+    exact: bool
+    """Whether batches are made of whole units: not so where items give any number of samples, or may be skipped."""
+    window: int
+    """Items of a shuffle window, for streams."""
+    travels: bool
+    """Whether rows of a source in memory are sent to workers as items."""
+
+
+class Schedule:
+    """The items of a feed in the order of its epochs."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._items = options.items
+
+    @property
+    def length(self) -> int | None:
+        """Items in all; None for a stream."""
+        if isinstance(self._items, Stream):
+            return None
+        return self._items.length if isinstance(self._items, Picker) else len(self._items)
+
+    @property
+    def samples(self) -> int | None:
+        """Samples an epoch of this rank has; None where nobody knows beforehand."""
+        each = self._options.each
+        return None if self.length is None or each is None else len(self.order(0)) * each
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing at all; a stream is asked for its first item."""
+        return not self._items.peek(0, 1) if isinstance(self._items, Stream) else self.length == 0
+
+    def order(self, epoch: int) -> Order:
+        """The order of an epoch; not for streams."""
+        o = self._options
+        return Order(self.length or 0, o.shuffle, o.seed, epoch, o.rank, o.world, o.drop_last)
+
+    def first(self, epoch: int, start: int, size: int) -> tuple[Any, list[Any] | None]:
+        """Some items that an epoch begins with, and their indices, without using them up: for probes."""
+        if isinstance(self._items, Stream):
+            items = self._items.peek(start, start + size)
+            indices = np.arange(start, start + len(items), dtype=np.int64)
+            # Drawn from a window or dealt to ranks they come at other places: below 0 they are taken for none of them.
+            return ~indices if self._options.shuffle or self._options.world > 1 else indices, items
+        indices = self.order(epoch).indices(start, start + size)
+        return indices, self.pick(indices, travels=self._travels) if len(indices) else None
+
+    @property
+    def _travels(self) -> bool:
+        o = self._options
+        return o.source is not None and o.source.in_memory and o.load is not None and o.in_processes
+
+    def pick(self, indices: Any, *, travels: bool) -> list[Any] | None:
+        """The identities at these indices; None for a source that reads by index where the work is done."""
+        if isinstance(self._items, Picker):
+            return self._items(indices)
+        source = self._options.source
+        return source.reader().read(indices) if travels and source is not None else None
+
+    def units(self, cut: Cut, epoch: int, position: int, inside: int) -> Iterator[Unit]:
+        """The units of an epoch from a position on; of its first item so many samples were handed out before."""
+        if isinstance(self._items, Stream):
+            yield from self._stream_units(self._items, cut, epoch, position, inside)
+            return
+        order = self.order(epoch)
+        end = len(order)
+        if self._options.drop_last and cut.exact:
+            end -= (end - position) % cut.batch_items
+        # The order is computed for many positions at once: numpy's overhead is that of a batch, the work is not.
+        size = cut.unit_items
+        block = size * max(1, ORDER_BLOCK // size)
+        ahead = np.empty(0, np.int64)
+        for start in range(position, end, size):
+            at = (start - position) % block
+            if at == 0:
+                ahead = order.indices(start, min(start + block, end))
+            indices = ahead[at : at + size]
+            items = self.pick(indices, travels=cut.travels)
+            yield Unit(epoch, start, indices, items, inside if start == position else 0)
+
+    def _stream_units(self, stream: Stream, cut: Cut, epoch: int, position: int, inside: int) -> Iterator[Unit]:
+        o = self._options
+        items = stream.begin(cut.window if o.shuffle else None, o.seed, epoch)
+        if stream.restarts:
+            for _ in range(position):
+                next(items, None)
+        if o.world > 1:
+            items = _every(items, o.rank, o.world)
+        start = position
+        while True:
+            pulled: list[Any] = []
+            # Not islice: the items pulled so far must not be lost if the stream raises.
+            try:
+                for item in items:
+                    pulled.append(item)
+                    if len(pulled) == cut.unit_items:
+                        break
+            except Exception as error:
+                stream.give_back(pulled)
+                raise stream_error(error, start + len(pulled)) from error
+            if not pulled or (o.drop_last and cut.exact and len(pulled) < cut.unit_items):
+                return
+            indices = np.arange(start, start + len(pulled), dtype=np.int64)
+            yield Unit(epoch, start, indices, pulled, inside if start == position else 0)
+            start += len(pulled)
+
+    def take_back(self, units: list[Unit], position: int) -> bool:
+        """Items of a one-time stream that were pulled and not handed out come first next time; True if any."""
+        if not isinstance(self._items, Stream) or self._items.restarts:
+            return False
+        left = [item for unit in units for place, item in enumerate(unit.items or (), unit.start) if place >= position]
+        self._items.give_back(left)
+        return bool(left)
+
+
+def _every(items: Iterator[Any], rank: int, world: int) -> Iterator[Any]:
+    for number, item in enumerate(items):
+        if number % world == rank:
+            yield item
