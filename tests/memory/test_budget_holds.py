@@ -64,9 +64,12 @@ def _greedy(i: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
 
 def test_a_load_that_asks_for_too_much_fails_alone_with_the_numbers() -> None:
     """In place of the out-of-memory killer: an error that names the item, the share and the budget."""
-    with Feed(range(60), _greedy, batch_size=4, memory="256 MiB", num_workers=2) as feed, pytest.raises(
-        LoadError, match=r"37.*700\. MiB.*each of 2 workers may take .* of the budget of 256 MiB"
-    ) as caught:
+    with (
+        Feed(range(60), _greedy, batch_size=4, memory="256 MiB", num_workers=2) as feed,
+        pytest.raises(
+            LoadError, match=r"37.*700\. MiB.*each of 2 workers may take .* of the budget of 256 MiB"
+        ) as caught,
+    ):
         for _ in feed:
             pass
     assert caught.value.item == 37

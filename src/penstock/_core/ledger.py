@@ -96,6 +96,11 @@ class Ledger:
         return len(self._free)
 
     @property
+    def free_slots(self) -> list[int]:
+        """Which ones these are."""
+        return list(self._free)
+
+    @property
     def usable(self) -> int:
         """Slots that are not out of use."""
         return len(self._states) - self._states.count(State.RETIRED)

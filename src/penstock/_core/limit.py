@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import time
 from typing import Final
 
@@ -19,7 +18,7 @@ from penstock._core import machine
 __all__ = ["RETIRED", "Limit"]
 
 RETIRED: Final = 75  # exit code of a worker that ends because it has grown; sysexits calls it EX_TEMPFAIL
-LOOK_S: Final = 0.02  # a look costs some 20 us; memory that grows faster than this meets the hard line
+TRIM_S: Final = 0.02  # giving back costs milliseconds, and the next load may want it again
 SOFT_SHARE: Final = 0.6  # of the growth that is allowed: what is above may be needed by the next load
 
 
@@ -27,25 +26,26 @@ class Limit:
     """The growth that one worker is allowed above what it is when it starts."""
 
     def __init__(self, growth_bytes: int, load_bytes: int) -> None:
-        self._pid = os.getpid()
-        self._looked_s = 0.0
+        self._anon_bytes = machine.anon_gauge()
         # A load must find its room again after the soft line was just not crossed.
-        self._soft = machine.anon_bytes(self._pid) + max(
-            0, min(int(SOFT_SHARE * growth_bytes), growth_bytes - load_bytes)
-        )
+        allowed = max(0, min(int(SOFT_SHARE * growth_bytes), growth_bytes - load_bytes))
+        self._soft = self._anon_bytes() + allowed
+        self._urgent = self._soft + (growth_bytes - allowed) // 2
+        self._trimmed_s = 0.0
         machine.limit_data(growth_bytes)
 
     def outgrown(self) -> bool:
         """Whether this worker should be replaced: it is above its soft line and cannot get below it."""
+        size = self._anon_bytes()
+        if size <= self._soft:
+            return False
         now = time.monotonic()
-        if now - self._looked_s < LOOK_S:
+        if size <= self._urgent and now - self._trimmed_s < TRIM_S:
             return False
-        self._looked_s = now
-        if machine.anon_bytes(self._pid) <= self._soft:
-            return False
+        self._trimmed_s = now
         gc.collect()
         trim()
-        return machine.anon_bytes(self._pid) > self._soft
+        return self._anon_bytes() > self._soft
 
 
 def trim() -> None:

@@ -18,7 +18,7 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,6 +28,7 @@ __all__ = [
     "Machine",
     "Rlimit",
     "anon_bytes",
+    "anon_gauge",
     "available_bytes",
     "limit_data",
     "look",
@@ -216,6 +217,21 @@ def anon_bytes(pid: int, *, root: str = "/") -> int:
     About 17 us, whatever the size of the process. Copy-on-write pages that a fork still shares are counted in full.
     """
     return _kib(_read(root, f"/proc/{pid}/status"), "RssAnon")
+
+
+def anon_gauge() -> Callable[[], int]:
+    """A function that gives ``anon_bytes`` of this process in 2 us: the file is opened once. 0 where there is none."""
+    try:
+        fd = os.open("/proc/self/statm", os.O_RDONLY)
+    except OSError:
+        return lambda: 0
+    page = os.sysconf("SC_PAGE_SIZE")
+
+    def anon() -> int:
+        _, resident, shared, *_ = os.pread(fd, 128, 0).split()
+        return (int(resident) - int(shared)) * page
+
+    return anon
 
 
 def limit_data(growth_bytes: int) -> None:

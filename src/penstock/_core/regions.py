@@ -45,6 +45,10 @@ class Regions:
         self._place(slot, min(room // PAGE * PAGE, wanted * 5 // 4 // PAGE * PAGE))
         return True
 
+    def exchange(self, one: int, other: int) -> None:
+        """Two slots take each other's place; neither holds anything."""
+        self._places[one], self._places[other] = self._places[other], self._places[one]
+
     def give_up(self, slot: int) -> None:
         """A slot is out of use: its memory serves others."""
         self._place(slot, 0)

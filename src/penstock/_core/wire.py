@@ -17,7 +17,7 @@ from penstock._core.task import Failure, Reply, Status, Task
 
 __all__ = ["decode_reply", "decode_task", "dump_items", "encode_reply", "encode_task", "ident_of"]
 
-_TASK: Final = struct.Struct("<QIIQQIqIBB")
+_TASK: Final = struct.Struct("<QIIQQIqIBI")
 _REPLY: Final = struct.Struct("<QHBQd")
 
 

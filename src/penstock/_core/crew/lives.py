@@ -19,12 +19,12 @@ from penstock._core.task import Failure, Task
 __all__ = ["PROBE", "Deaths", "cannot_start", "lost", "lost_failures", "manner", "pickled"]
 
 PROBE: Final = 0  # the id of the probe's task; those of the engine begin at 1
-# An item is given a second chance: what killed its worker may have been the machine, not the item.
-DEATHS_AN_ITEM: Final = 2
+# An item is given two more chances: what killed its worker may have been the machine, not the item, even twice.
+DEATHS_AN_ITEM: Final = 3
 # Workers that die one after the other without ever finishing a task: something is wrong with all of them.
 FRUITLESS_DEATHS: Final = 5
-# So many items of one task that kill their worker mean that all of them do.
-BARRED_A_TASK: Final = 100
+# So many items one after the other that kill their worker mean that all of them do.
+BARRED_IN_A_ROW: Final = 20
 
 
 class Deaths:
@@ -40,9 +40,12 @@ class Deaths:
         """Another probe, with items of its own, has the same id."""
         self._counts.clear()
 
-    def fruit(self) -> None:
-        """A worker has finished something."""
+    def fruit(self, task: int) -> None:
+        """A worker has finished a task, or handed over a part of it."""
         self.fruitless = 0
+        if self._counts:
+            for key in [key for key in self._counts if key[0] == task]:
+                del self._counts[key]
 
     def of(self, task: Task, ordinal: int, code: int) -> Failure | None:
         """A worker died at this item of a task: the failure it is, or None if the task is to be done again.
@@ -52,8 +55,10 @@ class Deaths:
         self._counts[task.id, ordinal] += 1
         if self._counts[task.id, ordinal] < DEATHS_AN_ITEM:
             return None
-        if self._skips and len(task.barred) < BARRED_A_TASK:
-            task.barred = (*task.barred, ordinal)
+        barred = (*task.barred, ordinal)
+        row = barred[-BARRED_IN_A_ROW:]
+        if self._skips and (len(row) < BARRED_IN_A_ROW or row[-1] - row[0] >= BARRED_IN_A_ROW):
+            task.barred = barred
             self.fruitless = 0  # one item fewer to try
             return None
         return Failure(ordinal, lost(task, ordinal, code), "")

@@ -329,7 +329,7 @@ class PortableCrew:
             worker.up, worker.followed = True, reply.task
             self._unname()
             return
-        self._deaths.fruit()
+        self._deaths.fruit(reply.task)
         task = worker.given[0]
         assert task.id == reply.task
         if reply.status is Status.MORE:

@@ -64,6 +64,7 @@ class ProcessCrew:
         self._waiting: dict[int, int] = {}  # worker -> task for which it waits for a grant
         self._parked: set[int] = set()  # tasks whose worker died while it waited: they have no room before the grant
         self._yielding: dict[int, int] = {}  # worker -> task that it was told to give up, and has not answered yet
+        self._retiring: set[int] = set()
         self._suspects: set[int] = set()
         self._pings: set[int] = set()
         self._round = 0
@@ -76,6 +77,7 @@ class ProcessCrew:
         self._process: subprocess.Popen[bytes] | None = None
         self._template_pid = 0
         self._template_fd = -1
+        self._has_made = False
         self._orders: Channel | None = None
         self._broken: PenstockError | None = None
         self._closed = False
@@ -297,6 +299,7 @@ class ProcessCrew:
         if reply.status is Status.RETIRING:
             self.retired_bytes = max(self.retired_bytes, reply.rows)
             self._pids.pop(reply.worker, None)  # it is not measured any more; the template will say when it is gone
+            self._retiring.add(reply.worker)
             return
         if reply.status is Status.ABSENT:
             raise cannot_start(reply.body.error, reply.body.trace)
@@ -306,7 +309,7 @@ class ProcessCrew:
         if self._yielding.get(reply.worker) == reply.task:  # this is only to say that it has
             del self._yielding[reply.worker]
             return
-        self._deaths.fruit()
+        self._deaths.fruit(reply.task)
         if reply.status is Status.MORE:
             self._waiting[reply.worker] = reply.task
             if reply.body is not None:
@@ -333,6 +336,7 @@ class ProcessCrew:
                 self.template_bytes = rest[0]
             elif word == "made":
                 self._pids[rest[0]] = rest[1]
+                self._has_made = True
             elif word == "absent":
                 raise cannot_start(*rest)
             elif word == "exit":
@@ -346,7 +350,8 @@ class ProcessCrew:
         waiting = self._waiting.pop(number, None)
         yielded = self._yielding.pop(number, None)
         self._pings.discard(number)
-        if code == RETIRED:
+        if code == RETIRED and number in self._retiring:  # a load may exit with that number too
+            self._retiring.remove(number)
             self.restarts += 1
             self._make(number)
             self._resolve_suspects()
@@ -443,7 +448,7 @@ class ProcessCrew:
         _wait_until_gone(list(self._pids.values()))
         self._read_replies()
         self._deaths.fruitless += 1
-        if not self._pids or self._deaths.fruitless > FRUITLESS_DEATHS:
+        if not self._has_made or self._deaths.fruitless > FRUITLESS_DEATHS:
             self._broken = WorkerLost(
                 f"the process that makes workers died with {manner(code)} before it could: see what it printed above",
                 exitcode=code,
@@ -454,6 +459,7 @@ class ProcessCrew:
         self._parked.update(self._waiting.values())
         self._waiting.clear()
         self._yielding.clear()
+        self._retiring.clear()
         self._suspects.clear()
         self._pings.clear()
         self._drained()

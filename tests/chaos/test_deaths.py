@@ -1,0 +1,668 @@
+"""Deaths of workers: a table of place and manner, on every start method, and what must be true afterwards.
+
+Once: every sample exactly once, in order, as if nothing had happened. Always: an error that names the item and the
+manner, or, with ``on_error="skip"``, everything but that item. Never a hang, and nothing left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from penstock import Feed, LoadError, PenstockError, WorkerLost
+
+METHODS: tuple[Any, ...] = ("fork", "forkserver", "spawn")
+MEMORY = "512 MiB"
+ITEMS = 48
+VICTIM = 21
+
+Die = Callable[[], None]
+
+
+# Manner -> exit code of the process, and how a message names it.
+MANNERS: dict[str, tuple[int, str]] = {
+    "SIGKILL": (-signal.SIGKILL, "SIGKILL"),
+    "SIGSEGV": (-signal.SIGSEGV, "SIGSEGV"),
+    "os._exit": (3, "exit code 3"),
+    "sys.exit": (3, "exit code 3"),
+}
+
+
+def killer(manner: str, once: Path | None) -> Die:
+    """Something that ends the process it is called in: always, or (with a file that remembers it) only once.
+
+    Made of things that travel by value, so that workers import nothing of this file.
+    """
+    ends: dict[str, Callable[[], object]] = {
+        "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+        "os._exit": lambda: os._exit(3),
+        "sys.exit": lambda: sys.exit(3),
+    }
+    end = ends[manner]
+    path = None if once is None else str(once)
+
+    def die() -> None:
+        if path is not None:
+            try:
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return
+        faulthandler.disable()  # the stack that it would show is meant
+        end()
+        time.sleep(60)
+
+    return die
+
+
+# ---------------------------------------- places: each gives the arguments of a feed that dies at VICTIM
+
+
+def in_load(die: Die) -> dict[str, Any]:
+    def load(item: int) -> Any:
+        if item == VICTIM:
+            die()
+        return np.full(4, item)
+
+    return {"load": load}
+
+
+def in_the_first_item(die: Die) -> dict[str, Any]:
+    """While the form of a sample is being found out."""
+
+    def load(item: int) -> Any:
+        if item == 0:
+            die()
+        return np.full(4, item)
+
+    return {"load": load, "victim": 0}
+
+
+def in_a_sample(die: Die) -> dict[str, Any]:
+    """Between load and the slot: while the sample is written."""
+
+    class Lazy:
+        def __init__(self, item: int) -> None:
+            self.item = item
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            if self.item == VICTIM:
+                die()
+            return np.full(4, self.item)
+
+    return {"load": Lazy}
+
+
+def in_place(die: Die) -> dict[str, Any]:
+    """With half of the row written."""
+    import penstock
+
+    def write(item: int, out: Any) -> None:
+        out[:2] = item
+        if item == VICTIM:
+            die()
+        out[2:] = item
+
+    return {"load": penstock.into(((4,), "int64"))(write)}
+
+
+def in_collate(die: Die) -> dict[str, Any]:
+    def collate(samples: list[Any]) -> Any:
+        batch = np.stack(samples)
+        if (batch == VICTIM).any():
+            die()
+        return batch
+
+    return {"load": lambda item: np.full(4, item), "collate_fn": collate, "victim": None}
+
+
+def between_samples(die: Die) -> dict[str, Any]:
+    """In the middle of an item that gives several, some of which are handed over already."""
+
+    def load(item: int) -> Iterator[Any]:
+        for part in range(3):
+            if item == VICTIM and part == 2:
+                die()
+            yield np.full(4, 3 * item + part)
+
+    return {"load": load, "samples_per_item": None, "samples": range(3 * ITEMS)}
+
+
+def in_an_item(die: Die) -> dict[str, Any]:
+    """While the identities of a task are unpickled."""
+
+    class Item:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __eq__(self, other: object) -> bool:
+            return other == self.number
+
+        def __hash__(self) -> int:
+            return hash(self.number)
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            self.__dict__.update(state)
+            if self.number == VICTIM:
+                die()
+
+    return {
+        "load": lambda item: np.full(4, item.number),
+        "items": [Item(number) for number in range(ITEMS)],
+        "victim": None,
+    }
+
+
+PLACES: dict[str, Callable[[Die], dict[str, Any]]] = {
+    place.__name__: place
+    for place in (in_load, in_the_first_item, in_a_sample, in_place, in_collate, between_samples, in_an_item)
+}
+
+
+def feed_of(place: str, manner: str, once: Path | None, **more: Any) -> tuple[Feed, list[int], int | None]:
+    """The feed, the samples it should give, and the item that dies."""
+    settings = PLACES[place](killer(manner, once))
+    items = settings.pop("items", range(ITEMS))
+    samples = list(settings.pop("samples", range(ITEMS)))
+    victim = settings.pop("victim", VICTIM)
+    load = settings.pop("load")
+    return Feed(items, load, batch_size=4, memory=MEMORY, num_workers=2, **settings, **more), samples, victim
+
+
+def values(feed: Feed) -> list[int]:
+    seen: list[int] = []
+    for batch in feed:
+        assert (batch == batch[:, :1]).all()  # no row is half of one sample and half of another
+        seen += batch[:, 0].tolist()
+    return seen
+
+
+# ---------------------------------------- the table
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_worker_that_dies_once_is_not_noticed_in_the_data(
+    place: str, manner: str, method: Any, tmp_path: Path
+) -> None:
+    """Place x manner x start method: every sample exactly once, in order, twice in a row."""
+    if method == "spawn" and manner not in ("SIGKILL", "sys.exit"):
+        pytest.skip("slow to start, and the manner of death is the template's business, which is the same")
+    feed, samples, _ = feed_of(place, manner, tmp_path / "died", start_method=method)
+    with feed:
+        assert values(feed) == samples
+        assert (tmp_path / "died").exists()
+        assert feed.stats.restarts == 1
+        assert feed.stats.skipped == []
+        assert values(feed) == samples
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("place", PLACES)
+def test_an_item_that_always_kills_is_named(place: str, manner: str) -> None:
+    """Restarting for ever would be a hang, and an error without the item no help."""
+    code, said = MANNERS[manner]
+    feed, _, victim = feed_of(place, manner, None)
+    with feed:
+        with pytest.raises(WorkerLost, match=said) as caught:
+            values(feed)
+        assert caught.value.exitcode == code
+        if victim is not None:
+            assert caught.value.item == victim
+            assert f"{victim}, with" in str(caught.value)
+        assert not isinstance(caught.value, TimeoutError)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("place", ["in_load", "in_the_first_item", "in_a_sample", "in_place"])
+def test_an_item_that_always_kills_is_skipped_if_asked_for(place: str, method: Any) -> None:
+    """The rest is delivered, in order, in full batches, and what was left out is told."""
+    feed, samples, victim = feed_of(place, "SIGKILL", None, on_error="skip", start_method=method)
+    samples.remove(victim or 0)
+    with feed:
+        batches = list(feed)
+        assert np.concatenate(batches)[:, 0].tolist() == samples
+        assert [len(batch) for batch in batches] == [4] * 11 + [3]
+        (item, error) = feed.stats.skipped[0]
+        assert item == victim
+        assert isinstance(error, WorkerLost)
+        assert len(feed.stats.skipped) == 1
+
+
+def test_several_items_that_kill_are_all_skipped() -> None:
+    """Five in a row in one task: each is tried again, none takes the others with it."""
+    bad = {9, 10, 11, 12, 13, 30}
+
+    def load(item: int) -> Any:
+        if item in bad:
+            os._exit(1)
+        return np.full(4, item)
+
+    with Feed(range(ITEMS), load, batch_size=16, memory=MEMORY, num_workers=2, on_error="skip") as feed:
+        assert values(feed) == [item for item in range(ITEMS) if item not in bad]
+        assert sorted(item for item, _ in feed.stats.skipped) == sorted(bad)
+
+
+def test_no_exit_code_is_taken_for_anything_else() -> None:
+    """A worker that has grown ends by itself with a code of its own; a load may use any."""
+    for code in (0, 1, 75, 255):
+
+        def load(item: int, code: int = code) -> Any:
+            if item == VICTIM:
+                os._exit(code)
+            return np.full(4, item)
+
+        with Feed(range(ITEMS), load, batch_size=4, memory=MEMORY, num_workers=2) as feed:
+            with pytest.raises(WorkerLost, match=f"exit code {code}"):
+                values(feed)
+
+
+def test_a_feed_can_be_used_again_after_a_death_was_reported() -> None:
+    """The crew is whole: the error was about an item, not about the feed."""
+    feed, _, _ = feed_of("in_load", "os._exit", None)
+    with feed:
+        for _ in range(3):
+            seen = []
+            with contextlib.suppress(WorkerLost):
+                for batch in feed:
+                    seen += batch[:, 0].tolist()
+            assert seen == list(range(len(seen)))
+            assert len(seen) <= VICTIM
+
+
+def test_when_everything_kills_it_ends() -> None:
+    """With skip too: a run of failures shows that everything fails."""
+    settings: dict[str, Any] = {"memory": MEMORY, "num_workers": 2, "on_error": "skip"}
+    with Feed(range(500), lambda item: os._exit(9), batch_size=64, **settings) as feed, pytest.raises(LoadError):
+        values(feed)
+
+    def load(item: int) -> Any:
+        if item >= 8:
+            os._exit(9)
+        return np.full(4, item)
+
+    with Feed(range(500), load, batch_size=64, **settings) as feed, pytest.raises(LoadError, match="exit code 9"):
+        values(feed)
+
+
+# ---------------------------------------- at the start
+
+
+def unborn(manner: str) -> Any:
+    """Such a load, of a class that travels by value."""
+    home = os.getpid()
+    die = killer(manner, None) if manner in MANNERS else None
+
+    class Load:
+        def __call__(self, item: int) -> Any:
+            return np.full(4, item)
+
+        def __reduce__(self) -> Any:
+            def restore() -> Any:
+                if os.getpid() != home:
+                    if die is not None:
+                        die()
+                    raise ImportError("no module named so")
+                return Load()
+
+            return restore, ()
+
+    return Load()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("manner", [*MANNERS, "ImportError"])
+def test_a_load_that_kills_when_it_is_unpickled_is_reported(manner: str, method: Any) -> None:
+    """A crew that cannot start says so, and does not try for ever."""
+    with (
+        Feed(range(8), unborn(manner), batch_size=4, memory=MEMORY, num_workers=2, start_method=method) as feed,
+        pytest.raises(PenstockError) as caught,
+    ):
+        next(iter(feed))
+    if manner == "ImportError":
+        assert "cannot start" in str(caught.value)
+        assert isinstance(caught.value.__cause__, ImportError)
+    elif manner == "sys.exit":
+        assert isinstance(caught.value, WorkerLost) or isinstance(caught.value.__cause__, SystemExit)
+    else:
+        assert isinstance(caught.value, WorkerLost)
+        assert MANNERS[manner][1] in str(caught.value)
+
+
+def test_a_worker_that_dies_once_while_it_is_born_is_replaced(tmp_path: Path) -> None:
+    """With spawn each worker unpickles for itself: one that did not get that far is no reason to give up."""
+    home = os.getpid()
+    die = killer("SIGKILL", tmp_path / "died")
+
+    class Load:
+        def __call__(self, item: int) -> Any:
+            return np.full(4, item)
+
+        def __reduce__(self) -> Any:
+            def restore() -> Any:
+                if os.getpid() != home:
+                    die()
+                return Load()
+
+            return restore, ()
+
+    with Feed(range(ITEMS), Load(), batch_size=4, memory=MEMORY, num_workers=2, start_method="spawn") as feed:
+        assert values(feed) == list(range(ITEMS))
+        assert (tmp_path / "died").exists()
+
+
+# ---------------------------------------- from outside
+
+
+def taking(seconds: float) -> Callable[[int], Any]:
+    def load(item: int) -> Any:
+        time.sleep(seconds)
+        return np.full(4, item)
+
+    return load
+
+
+def template_of(feed: Feed) -> int:
+    return pids_of(feed)[0]
+
+
+def pids_of(feed: Feed) -> list[int]:
+    assert feed._launched is not None
+    return feed._launched.engine.crew.pids()
+
+
+def kill(pid: int, how: int = signal.SIGKILL) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, how)
+
+
+@contextlib.contextmanager
+def meanwhile(action: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Do something again and again in another thread."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(every_s):
+            action()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_killing_the_template_is_not_noticed_in_the_data(method: Any) -> None:
+    """All workers go with it; what they held is done again by those of the next one."""
+    with Feed(range(ITEMS), taking(0.002), batch_size=4, memory=MEMORY, num_workers=2, start_method=method) as feed:
+        batches = iter(feed)
+        seen = next(batches)[:, 0].tolist()
+        for _ in range(3):
+            kill(template_of(feed))
+            seen += next(batches)[:, 0].tolist()
+        for batch in batches:
+            seen += batch[:, 0].tolist()
+        assert seen == list(range(ITEMS))
+        assert feed.stats.restarts >= 2
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "whole": {"collate_fn": np.stack},
+    "flow": {"samples_per_item": None},
+    "stream": {"items": "stream"},
+}
+
+
+def shaped(shape: str, count: int, seconds: float, **more: Any) -> tuple[Feed, list[int]]:
+    """A feed of each way in which batches come about, and what it should give."""
+    settings = dict(SHAPES[shape])
+    items: Any = range(count)
+    expected = list(range(count))
+    load: Any = taking(seconds)
+    if settings.pop("items", None):
+        items = iter(range(count))
+    if "samples_per_item" in settings:
+
+        def load(item: int) -> Iterator[Any]:
+            time.sleep(seconds)
+            for part in range(item % 5):
+                yield np.full(4, 10 * item + part)
+
+        expected = [10 * item + part for item in range(count) for part in range(item % 5)]
+    return Feed(items, load, batch_size=8, memory=MEMORY, num_workers=2, **settings, **more), expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_random_kills_through_an_epoch_are_not_noticed_in_the_data(method: Any, shape: str) -> None:
+    """At whatever moment: idle, loading, writing, replying, waiting for room, being born."""
+    if method == "spawn" and shape in ("whole", "stream"):
+        pytest.skip("slow to start, and the same to the parent as forkserver")
+    rng = random.Random(f"{method} {shape}")
+    feed, expected = shaped(shape, 400, 0.001, start_method=method)
+
+    def shoot() -> None:
+        workers = pids_of(feed)[1:]
+        if workers:
+            kill(rng.choice(workers))
+
+    with feed:
+        batches = iter(feed)
+        seen = next(batches)[:, 0].tolist()
+        with meanwhile(shoot, 0.03 if method != "spawn" else 0.4):
+            for batch in batches:
+                assert (batch == batch[:, :1]).all()
+                seen += batch[:, 0].tolist()
+        assert seen == expected
+        assert feed.stats.restarts > 0
+        assert feed.stats.skipped == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_kill_every_quarter_of_a_second_through_three_thousand_items(method: Any) -> None:
+    """As the promise says."""
+    with Feed(range(3000), taking(0.001), batch_size=16, memory=MEMORY, num_workers=2, start_method=method) as feed:
+
+        def shoot() -> None:
+            workers = pids_of(feed)[1:]
+            if workers:
+                kill(random.choice(workers))
+
+        batches = iter(feed)
+        seen = next(batches)[:, 0].tolist()
+        with meanwhile(shoot, 0.25):
+            for batch in batches:
+                seen += batch[:, 0].tolist()
+        assert seen == list(range(3000))
+        assert feed.stats.restarts > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_killing_everybody_at_once_is_not_noticed_in_the_data(shape: str) -> None:
+    """Template and workers in any order within the same moment, several times."""
+    feed, expected = shaped(shape, 200, 0.002)
+    rng = random.Random(shape)
+    with feed:
+        batches = iter(feed)
+        seen = next(batches)[:, 0].tolist()
+        for _ in range(3):
+            pids = pids_of(feed)
+            rng.shuffle(pids)
+            for pid in pids:
+                kill(pid)
+            seen += next(batches)[:, 0].tolist()
+        for batch in batches:
+            seen += batch[:, 0].tolist()
+        assert seen == expected
+
+
+def test_a_worker_killed_while_it_waits_for_room_hands_its_place_on() -> None:
+    """One item fills several slots: the worker that waits for the next slot dies, and another goes on from there."""
+
+    def load(item: int) -> Iterator[Any]:
+        for part in range(400):
+            yield np.full(4096, 1000 * item + part)
+
+    with Feed(range(6), load, batch_size=8, memory=MEMORY, num_workers=2, samples_per_item=None) as feed:
+        batches = iter(feed)
+        seen = next(batches)[:, 0].tolist()
+        for _ in range(6):
+            time.sleep(0.05)  # until all slots are full and the workers wait
+            for pid in pids_of(feed)[1:]:
+                kill(pid)
+            for _ in range(3):
+                batch = next(batches)
+                assert (batch == batch[:, :1]).all()
+                seen += batch[:, 0].tolist()
+        for batch in batches:
+            assert (batch == batch[:, :1]).all()
+            seen += batch[:, 0].tolist()
+        assert seen == [1000 * item + part for item in range(6) for part in range(400)]
+        assert feed.stats.restarts >= 6
+
+
+def test_idle_workers_that_die_are_replaced() -> None:
+    """Nothing was lost with them, but somebody must be there for what comes."""
+    feed, expected = shaped("rows", 64, 0.0)
+    with feed:
+        for _ in range(3):
+            seen: list[int] = []
+            for batch in feed:
+                seen += batch[:, 0].tolist()
+            assert seen == expected
+            time.sleep(0.02)
+            for pid in pids_of(feed)[1:]:
+                kill(pid)
+
+
+def test_a_worker_that_was_stopped_and_continued_is_right() -> None:
+    """SIGSTOP is what a debugger or a batch system does; nothing is redone behind its back."""
+    feed, expected = shaped("rows", 200, 0.001)
+    with feed:
+        batches = iter(feed)
+        seen = next(batches)[:, 0].tolist()
+        frozen = pids_of(feed)[1]
+        kill(frozen, signal.SIGSTOP)
+        waker = threading.Timer(0.3, kill, (frozen, signal.SIGCONT))
+        waker.start()
+        for batch in batches:
+            seen += batch[:, 0].tolist()
+        waker.join()
+        assert seen == expected
+        assert feed.stats.restarts == 0
+
+
+@pytest.mark.parametrize("who", ["worker", "template", "both"])
+def test_closing_ends_processes_that_were_stopped(who: str) -> None:
+    """They cannot answer, and are ended by force."""
+    feed, _ = shaped("rows", 10_000, 0.001)
+    next(iter(feed))
+    template, *workers = pids_of(feed)
+    stopped = {"worker": workers[:1], "template": [template], "both": [template, *workers]}[who]
+    for pid in stopped:
+        kill(pid, signal.SIGSTOP)
+    feed.close()
+    assert not [pid for pid in (template, *workers) if psutil.pid_exists(pid) and _runs(pid)]
+
+
+def _runs(pid: int) -> bool:
+    """Whether it is still there after a moment: what the kernel kills for us may take that."""
+    for _ in range(500):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return False
+        except psutil.NoSuchProcess:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize("who", ["workers", "template", "everybody"])
+def test_kills_while_closing_do_no_harm(who: str) -> None:
+    """What was to be ended is ended: that is all close wants."""
+    for turn in range(4):
+        feed, _ = shaped("rows", 10_000, 0.001)
+        next(iter(feed))
+        template, *workers = pids_of(feed)
+        targets = {"workers": workers, "template": [template], "everybody": [template, *workers]}[who]
+
+        def shoot(targets: list[int] = targets, turn: int = turn) -> None:
+            time.sleep(0.001 * turn)
+            for pid in targets:
+                kill(pid)
+
+        thread = threading.Thread(target=shoot)
+        thread.start()
+        feed.close()
+        thread.join()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_kills_while_it_starts_end_in_data_or_in_an_error(method: Any) -> None:
+    """Never in a hang, and never in wrong data."""
+    rng = random.Random(method)
+    me = psutil.Process()
+    before = {child.pid for child in me.children(recursive=True)}
+
+    def shoot() -> None:
+        with contextlib.suppress(psutil.Error):
+            children = [child for child in me.children(recursive=True) if child.pid not in before]
+            if children and rng.random() < 0.3:
+                kill(rng.choice(children).pid)
+
+    for _ in range(4):
+        feed, expected = shaped("rows", 40, 0.001, start_method=method)
+        with feed, meanwhile(shoot, 0.02), contextlib.suppress(PenstockError):
+            assert values(feed) == expected
+
+
+def test_a_load_that_leaves_a_child_behind_is_still_noticed_when_it_dies(tmp_path: Path) -> None:
+    """The child holds copies of every pipe of the worker: an end-of-file would never come."""
+    path = str(tmp_path / "died")
+
+    def load(item: int) -> Any:
+        if item == VICTIM and not os.path.exists(path):
+            open(path, "w").close()
+            if os.fork() == 0:
+                time.sleep(2)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.full(4, item)
+
+    with Feed(range(ITEMS), load, batch_size=4, memory=MEMORY, num_workers=2) as feed:
+        assert values(feed) == list(range(ITEMS))
+        assert feed.stats.restarts == 1
+
+
+def test_a_worker_stuck_in_c_is_ended_with_the_feed() -> None:
+    """With the GIL held it cannot hear "stop"."""
+
+    def load(item: int) -> Any:
+        if item >= 4000:
+            ctypes.PyDLL(None).sleep(600)
+        return np.full(4, item)
+
+    with Feed(range(8000), load, batch_size=4, memory=MEMORY, num_workers=2) as feed:
+        for batch in feed:
+            if batch[0, 0] >= 2000:
+                break
