@@ -267,9 +267,11 @@ def test_no_exit_code_is_taken_for_anything_else() -> None:
                 os._exit(code)
             return np.full(4, item)
 
-        with Feed(range(ITEMS), load, batch_size=4, memory=MEMORY, num_workers=2) as feed:
-            with pytest.raises(WorkerLost, match=f"exit code {code}"):
-                values(feed)
+        with (
+            Feed(range(ITEMS), load, batch_size=4, memory=MEMORY, num_workers=2) as feed,
+            pytest.raises(WorkerLost, match=f"exit code {code}"),
+        ):
+            values(feed)
 
 
 def test_a_feed_can_be_used_again_after_a_death_was_reported() -> None:
