@@ -58,6 +58,28 @@ def test_a_leaking_load_is_replaced_without_losing_a_sample() -> None:
     assert feed.stats.restarts > 0
 
 
+def test_a_load_that_leaks_quickly_is_replaced_before_it_fails() -> None:
+    """A megabyte every tenth of a millisecond, and tasks of many items: the worker is looked at after each task."""
+
+    def load(i: int) -> int:
+        cases._leak.append(np.ones(MiB(1) // 8))
+        return i
+
+    with Feed(range(600), load, batch_size=8, memory="128 MiB", num_workers=2) as feed:
+        assert [i for batch in feed for i in batch.tolist()] == list(range(600))
+    assert feed.stats.restarts > 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_batches_that_outgrow_their_slots_all_come(workers: int) -> None:
+    """The only worker waits for room that is held by tasks which nobody else can do: those are taken back."""
+    with Feed(
+        range(320), cases.load_ragged, batch_size=16, memory="256 MiB", num_workers=workers, collate_fn="pad"
+    ) as feed:
+        seen = np.concatenate([batch.data[:, 0].copy() for epoch in feed.epochs(2) for batch in epoch])
+    assert seen.tolist() == 2 * list(range(320))
+
+
 def _greedy(i: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     return np.ones(MiB(700) // 8)[:4] if i == 37 else np.ones(4)
 

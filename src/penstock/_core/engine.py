@@ -387,12 +387,6 @@ class Engine:
                 self.crew.grant(reply, Grant(fresh.slot, offset, capacity))
             else:
                 self._requests.append(reply)
-        if self.mode is Mode.WHOLE and len(self._requests) >= max(1, self.plan.workers):
-            head = self._units[0]
-            if head.open and all(self._by_task[request.task][0] is not head for request in self._requests):
-                # All workers wait, and the task of the unit that is next waits for one: it was given back by a death.
-                self._put_back_later_units()
-                self._answer_requests()
 
     def _enlarge(self, reply: Reply, unit: Unit, chunk: Chunk) -> None:
         """A batch is larger than its slot: the slot takes the place of a free one that is larger, or a new place.
@@ -445,6 +439,9 @@ class Engine:
             for chunk in unit.chunks:
                 self._ledger.drop(chunk.batch)
             self._prepared.appendleft(Unit(unit.epoch, unit.start, unit.indices, unit.items, unit.skip))
+        for task in self.crew.withdraw():  # perhaps nobody is left to begin them: all workers may wait for room
+            del self._by_task[task]
+            self._account(task)
 
     def _too_large(self, size: int, room: int) -> BudgetError:
         # What a worker takes before it loads anything differs from start to start, by less than this.

@@ -136,7 +136,7 @@ class Filler:
         began = time.perf_counter()
         costs: list[tuple[float, float]] = []
         spec = program.load.spec if isinstance(program.load, Into) else None
-        packed = 0
+        packed = peak = 0
         for ordinal, item in self._each(task):
             wall, cpu = time.perf_counter(), time.process_time()
             samples: list[Any] = []
@@ -145,6 +145,7 @@ class Filler:
                 continue
             sample = samples[0]
             costs.append((time.perf_counter() - wall, time.process_time() - cpu))
+            peak = max(peak, gauge.peak_bytes())  # before anything is kept: that is the probe's own
             if spec is None:
                 spec = self._spec_of(sample, item)
             if program.collate is not None:
@@ -166,7 +167,7 @@ class Filler:
             packed,
             load_s,
             cpu_s,
-            self._load_bytes(gauge.peak_bytes(), spec),
+            self._load_bytes(peak, spec),
             idle,
         )
 

@@ -11,7 +11,6 @@ and little waits behind a slow item.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import multiprocessing
@@ -24,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection, resource_tracker, util
 from typing import Any, Final
 
 import cloudpickle
@@ -55,7 +54,7 @@ DEATH_S: Final = 1.0  # from the closed pipe of a dying worker to its end
 GRACE_S: Final = 0.2  # for workers to end by themselves when the crew is closed; a load in progress is killed
 _TASK: Final = b"t"
 _WORD: Final = b"w"
-_hiding: Final = threading.Lock()
+_starting: Final = threading.Lock()
 
 
 @dataclasses.dataclass(slots=True)
@@ -109,8 +108,8 @@ class PortableCrew:
         self._control, self._control_at = self.arena.window(0, CONTROL_BYTES)
         self._bell, self._button = multiprocessing.Pipe(duplex=False)
         self._thread = threading.Thread(target=self._serve, name="penstock-crew", daemon=True)
-        # Before multiprocessing's own turn, which kills the workers and then waits for those made in their place.
-        atexit.register(self.close)
+        # At exit multiprocessing waits for its children: before that, and in its own children, where atexit is not run.
+        self._at_exit: Any = util.Finalize(None, self.close, exitpriority=10)
         self._wishes.append(1)
         self._thread.start()
 
@@ -175,7 +174,7 @@ class PortableCrew:
         """Stop the workers; when this returns they are gone."""
         if os.getpid() != self._owner:  # forked off: none of it is ours
             return
-        atexit.unregister(self.close)
+        self._at_exit.cancel()
         self._closing = True
         self._replies.put(None)  # another thread may be waiting
         self._ring()
@@ -370,9 +369,9 @@ class PortableCrew:
             "one_thread": (*ONE_THREAD, "VECLIB_MAXIMUM_THREADS"),  # the last is for macOS
             "arguments": (self._program, number, theirs, segments, told, self._setup, shut if self._forks else ()),
         }
-        process = self._context.Process(target=exec, args=(_BIRTH, birth), name=f"penstock-{number}", daemon=True)
+        process = self._context.Process(target=exec, args=(_BIRTH, birth), name=f"penstock-{number}")
         try:
-            with contextlib.nullcontext() if self._forks else _main_hidden():
+            with _plain_parent(hide_main=not self._forks):
                 process.start()
         except BaseException:
             mine.close()
@@ -439,16 +438,25 @@ def _move(task: Task, grant: Grant) -> None:
 
 
 @contextlib.contextmanager
-def _main_hidden() -> Iterator[None]:
-    """Keep multiprocessing from importing the main script in a worker: what load needs of it travels by value."""
+def _plain_parent(*, hide_main: bool) -> Iterator[None]:
+    """Keep multiprocessing from two habits.
+
+    From importing the main script in a worker: what load needs of it travels by value. And from refusing children to
+    daemons: ours end with their pipe, whatever becomes of their parent.
+    """
     main: dict[str, Any] = vars(sys.modules["__main__"])
-    with _hiding:
-        kept: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
-        main["__spec__"] = None
+    process: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    with _starting:
+        kept: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if hide_main and name in main}
+        if hide_main:
+            main["__spec__"] = None
+        daemon = process.get("daemon")
+        process["daemon"] = False
         try:
             yield
         finally:
             main.update(kept)
+            process["daemon"] = daemon
 
 
 # ---- in the worker

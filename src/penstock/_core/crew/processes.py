@@ -310,13 +310,13 @@ class ProcessCrew:
             del self._yielding[reply.worker]
             return
         self._deaths.fruit(reply.task)
+        self._suspects.discard(reply.task)
         if reply.status is Status.MORE:
             self._waiting[reply.worker] = reply.task
             if reply.body is not None:
                 task.skip += reply.rows
         else:
             del self._outstanding[reply.task]
-            self._suspects.discard(reply.task)
             reply.failures += lost_failures(task)
         self._events.append(reply)
 
@@ -371,6 +371,7 @@ class ProcessCrew:
 
     def _again(self, ident: int, ordinal: int, code: int) -> None:
         task = self._outstanding[ident]
+        self._suspects.discard(ident)  # it is found: given out twice, it would be written when its slot is another's
         failure = self._deaths.of(task, ordinal, code)
         if failure is not None:
             del self._outstanding[ident]
