@@ -28,7 +28,7 @@ from typing import Any, Final
 
 import cloudpickle
 
-from penstock._core import context
+from penstock._core import context, machine
 from penstock._core.arena import CONTROL_BYTES
 from penstock._core.arena_named import NamedArena, Segment
 from penstock._core.crew import lives
@@ -103,15 +103,22 @@ class PortableCrew:
         self._replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
         self._taken: list[Reply | None] = []
         self._error: BaseException | None = None
+        self._refused: Exception | None = None  # why a task could not be sent
         self._closing = False
         self.arena = NamedArena()
+        self.arena.unname(len(self.arena.log))  # no worker is there yet that would need a name
+        self._control: Any
         self._control, self._control_at = self.arena.window(0, CONTROL_BYTES)
         self._bell, self._button = multiprocessing.Pipe(duplex=False)
         self._thread = threading.Thread(target=self._serve, name="penstock-crew", daemon=True)
         # At exit multiprocessing waits for its children: before that, and in its own children, where atexit is not run.
         self._at_exit: Any = util.Finalize(None, self.close, exitpriority=10)
         self._wishes.append(1)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # Ctrl-C, whose traceback would keep all this alive
+            self.close()
+            raise
 
     # ---- the interface
 
@@ -152,9 +159,11 @@ class PortableCrew:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until there is a reply, or a second is over: on Windows Ctrl-C is seen only in between."""
-        if self._error is None and not self._closing:
-            with contextlib.suppress(queue.Empty):
-                self._taken.append(self._replies.get(timeout=LOOK_S if timeout_s is None else timeout_s))
+        if self._taken or self._error is not None or self._closing:
+            return
+        with contextlib.suppress(queue.Empty):
+            # Within one call of C: a Ctrl-C between getting and keeping a reply would lose it.
+            self._taken.extend(map(self._replies.get, (True,), (LOOK_S if timeout_s is None else timeout_s,)))
 
     def take(self) -> list[Reply]:
         """The replies that are there now."""
@@ -163,6 +172,9 @@ class PortableCrew:
                 self._taken.append(self._replies.get_nowait())
         if self._error is not None:
             raise self._error
+        if self._refused is not None:
+            refused, self._refused = self._refused, None
+            raise refused
         taken, self._taken = self._taken, []
         return [reply for reply in taken if reply is not None]
 
@@ -178,9 +190,9 @@ class PortableCrew:
         self._closing = True
         self._replies.put(None)  # another thread may be waiting
         self._ring()
-        if (
-            self._thread is not threading.current_thread()
-        ):  # else the garbage collector called, and it goes on by itself
+        if self._thread.ident is None:  # Ctrl-C came before it was started
+            self._shut()
+        elif self._thread is not threading.current_thread():  # or the garbage collector called, and it goes on alone
             self._thread.join()
 
     # ---- the thread
@@ -217,10 +229,13 @@ class PortableCrew:
             while not self._closing:  # after an error: batches that are ready stay so until the crew is closed
                 self._bell.poll(None)
                 self._hear_bell()
-            self._bell.close()
-            self._button.close()
-            del self._control
-            self.arena.close()
+            self._shut()
+
+    def _shut(self) -> None:
+        self._bell.close()
+        self._button.close()
+        self._control = None
+        self.arena.close()
 
     def _ears(self) -> list[Any]:
         workers = self._workers.values()
@@ -271,6 +286,7 @@ class PortableCrew:
             try:
                 data = _word("probe", task) if task.id == lives.PROBE else _TASK + encode_task(task)
             except Exception as error:  # noqa: BLE001 - an item that cannot be pickled; the user gets to see it
+                self._refused = error
                 self._replies.put(Reply(task.id, worker.number, Status.FAILED, body=failure_of(error, 0, None)))
                 continue
             if behind and len(data) > SMALL:
@@ -328,6 +344,9 @@ class PortableCrew:
             worker.up, worker.followed = True, reply.task
             self._unname()
             return
+        if reply.status is Status.RETIRING:
+            self.retired_bytes = max(self.retired_bytes, reply.rows)
+            return
         self._deaths.fruit(reply.task)
         task = worker.given[0]
         assert task.id == reply.task
@@ -373,6 +392,8 @@ class PortableCrew:
         try:
             with _plain_parent(hide_main=not self._forks):
                 process.start()
+            # It is ours to end: at exit multiprocessing would wait for it, also in a process forked off this one.
+            getattr(multiprocessing.process, "_children", set()).discard(process)
         except BaseException:
             mine.close()
             raise
@@ -384,14 +405,13 @@ class PortableCrew:
 
     def _died(self, worker: _Worker) -> None:
         """A worker is gone for good: what it held is given to others, its place to a new one."""
-        worker.process.join(DEATH_S)
-        if worker.process.is_alive():  # it closed its pipe, which only user code can have done
-            worker.process.kill()
-            worker.process.join()
+        if not connection.wait([worker.process.sentinel], DEATH_S):
+            worker.process.kill()  # it closed its pipe, which only user code can have done
+        worker.process.join()
         self._hear(worker)  # what it said before it died counts
         code = worker.process.exitcode or 0
         worker.pipe.close()
-        worker.process.close()
+        _forget(worker.process)
         held, ordinal, _ = RECORD.unpack_from(self._control, self._control_at + worker.number * RECORD_BYTES)
         given = list(worker.given)
         if worker.waiting:
@@ -424,8 +444,14 @@ class PortableCrew:
             if worker.process.sentinel in alive:
                 worker.process.kill()
             worker.process.join()
-            worker.process.close()
+            _forget(worker.process)
         self._workers.clear()
+
+
+def _forget(process: Any) -> None:
+    # ValueError: the program ignores SIGCHLD, so that nobody is told how a process ended.
+    with contextlib.suppress(ValueError):
+        process.close()
 
 
 def _word(word: str, *rest: Any) -> bytes:
@@ -526,6 +552,7 @@ class _Desk:
             self._current = 0
             self._beat(0)
             if self._limit is not None and self._limit.outgrown():
+                self._reply(Reply(0, self._number, Status.RETIRING, rows=machine.own_bytes(os.getpid())))
                 raise SystemExit(RETIRED)
 
     def _do(self, given: Task | bytes) -> Reply:
@@ -569,7 +596,7 @@ class _Desk:
             setup: Setup = rest[0]
             context.set_worker(context.WorkerInfo(self._number, setup.workers))
             self._filler.configure(setup.spec, setup.rows)
-            if setup.growth_bytes:
+            if setup.growth_bytes and sys.platform == "linux":  # no other system has such limits
                 self._limit = Limit(setup.growth_bytes, setup.load_bytes)
         elif word == "follow":
             log, told = rest
