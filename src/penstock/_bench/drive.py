@@ -62,7 +62,7 @@ def _epoch(epochs: Iterator[Iterable[Any]], see: Callable[[Any], None], waits: l
 
 
 def drive(job: Job, open_: Callable[[Job], Running], *, mark: Callable[[str], None]) -> tuple[Timing, dict[str, Any]]:
-    """Time a contender on a job; ``mark`` is told where the timed region begins and ends."""
+    """Time a contender on a job; ``mark`` is told where the timed region begins and ends, and when all is done."""
     clock = time.perf_counter
     opened = clock()
     running = open_(job)
@@ -88,6 +88,7 @@ def drive(job: Job, open_: Callable[[Job], Running], *, mark: Callable[[str], No
 
         wrong = ""
         _epoch(epochs, job.check.verify, [])
+        mark("verified")
         try:
             job.check.finish()
         except WrongContent as found:

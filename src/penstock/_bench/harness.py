@@ -217,6 +217,9 @@ def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float) -> O
                         elif said.get("mark") == "timed-end":
                             cpu_to = watch.cpu_s(process.pid)
                             sampling = True
+                        elif said.get("mark") == "verified":
+                            peak = max(peak or 0, watch.pss_bytes(process.pid) or 0)
+                            process.stdin.write(b"go\n")
                         else:
                             answer = said
         except BrokenPipeError:

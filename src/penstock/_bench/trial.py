@@ -2,8 +2,8 @@
 
 It reads one line of JSON from standard input, which says what to do, and answers in lines of JSON:
 ``{"mark": "ready"}`` when everything is imported and in memory (then it waits for a line, so that the harness can see
-what the process weighs without the contender), ``timed``, ``timed-end``, and at last ``{"result": ...}``. Whatever a
-contender prints goes to standard error; on SIGUSR1 so do the stacks of all threads.
+what the process weighs without the contender), ``timed``, ``timed-end``, ``verified`` (it waits again: what leaks weighs
+most now), and at last ``{"result": ...}``. Whatever a contender prints goes to standard error; on SIGUSR1 so do the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -72,7 +72,13 @@ def main() -> None:
         importlib.import_module(module)
     say(mark="ready")
     sys.stdin.readline()
-    timing, facts = drive(job, contender.open, mark=lambda name: say(mark=name))
+
+    def mark(name: str) -> None:
+        say(mark=name)
+        if name == "verified":
+            sys.stdin.readline()
+
+    timing, facts = drive(job, contender.open, mark=mark)
     rate = timing.samples / timing.seconds
     rates = {"samples_per_s": rate, "bytes_per_s": rate * job.sample_bytes}
     say(result={**rates, **dataclasses.asdict(timing), "facts": facts})
