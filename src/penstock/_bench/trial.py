@@ -2,8 +2,9 @@
 
 It reads one line of JSON from standard input, which says what to do, and answers in lines of JSON:
 ``{"mark": "ready"}`` when everything is imported and in memory (then it waits for a line, so that the harness can see
-what the process weighs without the contender), ``timed``, ``timed-end``, ``verified`` (it waits again: what leaks weighs
-most now), and at last ``{"result": ...}``. Whatever a contender prints goes to standard error; on SIGUSR1 so do the stacks of all threads.
+what the process weighs without the contender), ``timed``, ``timed-end``, ``verified`` (it waits again: what leaks
+weighs most now), and at last ``{"result": ...}``. Whatever a contender prints goes to standard error; on SIGUSR1 so do
+the stacks of all threads.
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,52 +23,44 @@ from penstock._core.fill import Packed
 from penstock._core.layout import Layout, array_at
 from penstock._core.spec import Array, load_tree
 
-__all__ = ["Assembler", "Leases", "Texts", "Trees", "nbytes_of", "packed_batch", "rows_batch"]
+__all__ = ["Assembler", "Lease", "Leases", "Texts", "Trees", "nbytes_of", "packed_batch", "rows_batch"]
 
 Texts = list[tuple[int, int, bytes]]
 Convert = Callable[[Array], Any]
 
 
-class _Lease(weakref.ref[Any]):
+class Lease(weakref.ref[Any]):
     """The weak reference that fires when the last view of a batch is gone."""
 
-    __slots__ = ("leases", "slot")
+    __slots__ = ("slot",)
     slot: int
-    leases: weakref.ref[Leases]
 
 
 class Leases:
-    """The leases of one arena; tells ``ended`` which slot is free again, from whatever thread dropped the batch."""
+    """The leases of one arena: each puts itself into ``freed`` when it ends, in whatever thread dropped the batch.
 
-    def __init__(self, ended: Callable[[int], None]) -> None:
-        self._ended: Callable[[int], None] | None = ended
-        self._held: dict[int, _Lease] = {}
-        # Weak: a feed that is dropped while batches are alive must be collected all the same.
-        self._me = weakref.ref(self)
+    ``kick`` is called after that, for feeds with so few slots that one must be filled again at once. All others do
+    without: a callback that is C alone can neither be interrupted by Ctrl-C, which would be lost there, nor cost time.
+    """
+
+    def __init__(self, freed: deque[Lease], kick: weakref.WeakMethod[Callable[[], None]] | None) -> None:
+        # Neither keeps the engine: one that is dropped while batches are alive must be collected all the same.
+        self._ended: Callable[[Lease], None] = freed.append if kick is None else partial(_over, freed, kick)
+        self._held: dict[int, Lease] = {}
 
     def take(self, slot: int, mapping: Any, start: int, size: int) -> Any:
         """Memory of a slot whose last reference ends the lease."""
         memory = (ctypes.c_char * size).from_buffer(mapping, start)
-        lease = _Lease(memory, _over)
+        lease = Lease(memory, self._ended)
         lease.slot = slot
-        lease.leases = self._me
-        self._held[slot] = lease
+        self._held[slot] = lease  # a weak reference that nobody holds never fires
         return memory
 
-    def over(self, slot: int) -> None:
-        """The last view of this slot is gone."""
-        self._held.pop(slot, None)
-        if self._ended is not None:
-            self._ended(slot)
 
-    def forget(self) -> None:
-        """Nobody needs to know any more; without this, engine and leases would wait for the collector together."""
-        self._ended = None
-
-
-def _over(lease: _Lease) -> None:
-    if (leases := lease.leases()) is not None:
-        leases.over(lease.slot)
+def _over(freed: deque[Lease], kick: weakref.WeakMethod[Callable[[], None]], lease: Lease) -> None:
+    freed.append(lease)
+    if (kicked := kick()) is not None:
+        kicked()
 
 
 def rows_batch(layout: Layout, memory: Any, start: int, rows: int, texts: Texts, convert: Convert | None) -> list[Any]:

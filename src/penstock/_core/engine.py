@@ -15,6 +15,7 @@ import dataclasses
 import math
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock._core import machine
-from penstock._core.batch import Leases
+from penstock._core.batch import Lease, Leases
 from penstock._core.budget import MiB, format_bytes
 from penstock._core.crew import Crew
 from penstock._core.errors import BudgetError, FeedClosed, LeaseError, LoadError, SpecError, WorkerLost, said, shown
@@ -103,11 +104,12 @@ class Engine:
         self._spare = spare_bytes
         self._regions = Regions(crew.arena, slots, slot_bytes, spare_bytes)
         self._ledger = Ledger(slots)
-        self._leases = Leases(self._lease_ended)
         self._section = Section()
         self._lock = self._section.lock
         self._interrupt: BaseException | None = None
-        self._freed: deque[int] = deque()
+        self._freed: deque[Lease] = deque()
+        # With two slots, one is in the consumer's hands while it works: the other is all there is to read ahead into.
+        self._leases = Leases(self._freed, weakref.WeakMethod(self._refill) if slots <= 2 else None)
         self._units: deque[Unit] = deque()
         self._by_task: dict[int, tuple[Unit, Chunk, int, int]] = {}  # ..., items, place of the first in the unit
         self._requests: deque[Reply] = deque()
@@ -219,6 +221,13 @@ class Engine:
             mapping, start = self.crew.arena.window(offset, capacity)
             return self._leases.take(chunk.slot, mapping, start, capacity), 0
 
+    @property
+    def held(self) -> int:
+        """Slots that consumers hold now."""
+        with self._lock, self._section:
+            self._settle()
+            return self._ledger.leased
+
     def peek(self, chunk: Chunk) -> tuple[Any, int]:
         """Memory of a chunk to copy from; ``release`` it afterwards."""
         self._check_open()
@@ -248,7 +257,6 @@ class Engine:
             self._units.clear()
             self.run += 1
             self._measure(now=True)
-            self._leases.forget()
             self.crew.close()
 
     def postpone(self, action: Callable[[], object]) -> bool:
@@ -481,18 +489,17 @@ class Engine:
     def _settle(self) -> None:
         ledger, regions = self._ledger, self._regions
         while self._freed:
-            slot = self._freed.popleft()
+            slot = self._freed.popleft().slot
             ledger.ended(slot)
             if regions.enlarged(slot) and ledger.retired and self._next_batch - self._large_batch > SHRINK_AFTER:
                 regions.restore(slot)
                 while (other := ledger.retired) and regions.restore(other[0]):
                     ledger.revive(other[0])
 
-    def _lease_ended(self, slot: int) -> None:
+    def _refill(self) -> None:
         """The last view of a batch is gone, in any thread, perhaps inside the garbage collector."""
         if self._closed or os.getpid() != self._owner:
             return
-        self._freed.append(slot)
         # Whoever holds the lock settles before letting go, or does when it next takes it; it is tried again because
         # the holder may have looked just before this slot was noted.
         try:
