@@ -17,4 +17,6 @@ def door(to: str) -> Callable[[Any], Any] | None:
         from penstock.torch import from_array
 
         return from_array
+    if name not in ("torch", "jax", "tinygrad"):
+        raise ValueError(f'to={to!r} is not known: give "numpy" or "torch"')
     raise NotImplementedError(f'to={to!r} is not built yet: "numpy" and "torch" (on the CPU) are')

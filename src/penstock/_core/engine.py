@@ -348,6 +348,7 @@ class Engine:
         if reply.status is Status.FAILED:
             if unit.failure is None or reply.body.ordinal < unit.failure.ordinal:
                 unit.failure = reply.body
+            chunk.body = [*(chunk.body or ()), *reply.body.texts]
             self._account(reply.task)
             return
         # Recent tasks count more; the first ones, with cold caches, are soon forgotten.
@@ -467,6 +468,10 @@ class Engine:
             unit = self._units[0]
             if unit.chunks:
                 chunk = unit.chunks[0]
+                if unit.open == 0 and unit.failure is not None and (rows := self._good_rows(unit.failure)):
+                    chunk.rows = rows
+                    unit.chunks.popleft()
+                    return unit, chunk
                 if chunk.ready or (unit.open == 0 and not unit.failure):
                     unit.chunks.popleft()
                     if unit.open == 0 and not unit.chunks and unit.failure is None:
@@ -479,6 +484,12 @@ class Engine:
                 self._drop(unit)
                 raise error_of(unit.failure, unit, self.plan, spare_bytes=self._spare)
         return None
+
+    def _good_rows(self, failure: Failure) -> int:
+        """Rows of full batches in a slot that come before the one with the item that failed."""
+        if self.mode is not Mode.ROWS or failure.ordinal < 0:
+            return 0
+        return failure.ordinal * self._each // self.plan.batch_size * self.plan.batch_size
 
     def _drop(self, unit: Unit) -> None:
         for chunk in unit.chunks:

@@ -167,6 +167,7 @@ class Feed:
 
     def epochs(self, count: int) -> Iterator[Epoch]:
         """``count`` epochs, one after the other; the next is being read while the last batches of one are used."""
+        check_count("count", count, least=0)
         first = self._next_epoch
         epoch: Epoch | None = None
         try:
@@ -228,6 +229,8 @@ class Feed:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state_dict`` was taken, with exactly the next sample."""
+        if not isinstance(state, dict):
+            raise TypeError(f"a state is the dict that state_dict() gave, not a {type(state).__name__}")
         if state.get("version") != 1:
             raise ValueError(f"a state of version {state.get('version')!r} cannot be read here: version 1 is known")
         for name, mine in self._identity().items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -33,16 +33,14 @@ from penstock._core.wire import dump_items
 __all__ = ["Launched", "launch"]
 
 PROBE_ITEMS: Final = 8
-# Two measurements of the same worker differ by a few percent.
-MEASURED_SLACK: Final = 1.1
+# Two measurements of the same worker differ, on a busy machine by a fifth.
+MEASURED_SLACK: Final = 1.25
 # A batch that is collated may be larger than the first samples suggest; beyond this the slot grows.
 PACKED_SLACK: Final = 1.25
 # The items of a shuffle window stay in this process: an eighth of the budget, whatever the number of workers, so that
 # the order does not depend on it.
 WINDOW_SHARE: Final = 8
 WINDOW_MOST: Final = 2**20
-# Shorter waits than this are those of a busy machine, not of a network.
-WAITS_S: Final = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,14 +67,13 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, po
         else:
             if isinstance(program.load, Into):
                 # A declared spec needs no sample: what cannot fit is refused before anything is started.
-                planner.solve(Probe(program.load.spec, 0, 1e-3, 1e-3, 0, 0), None, "process")
+                planner.solve(Probe(program.load.spec, 0, 1e-3, 1e-3, 0, 0), None)
             crew = _make_crew(options, program, options.num_workers)
             probe = _probe(options, schedule, crew, epoch, position)
-        executor = options.executor if not _better_in_threads(options, probe) else "thread"
-        plan, slot_size = planner.solve(probe, crew, executor)
-        if _is_other(crew, plan, executor):
+        plan, slot_size = planner.solve(probe, crew)
+        if isinstance(crew, InlineCrew) != (plan.workers == 0):
             crew.close()
-            crew = _make_crew(options, program, plan.workers, threads=executor != options.executor)
+            crew = _make_crew(options, program, plan.workers)
         # What the plan leaves is given to those who may turn out to need more: workers whose loads differ, and half of
         # it to slots whose batches do.
         spare = plan.free_bytes // 2 if program.collate is not None else 0
@@ -92,7 +89,9 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, po
         engine.stats = stats
         growth = plan.worker_bytes - probe.process_bytes + (plan.free_bytes - spare) // max(1, plan.workers)
         rows = plan.batch_size * plan.batches_per_slot
-        crew.start(Setup(probe.spec, rows, plan.workers, max(0, growth), probe.load_bytes))
+        # A worker that collates holds the samples of a batch and the result.
+        load_bytes = probe.load_bytes + (2 * plan.batch_bytes if program.mode is Mode.WHOLE else 0)
+        crew.start(Setup(probe.spec, rows, plan.workers, max(0, growth), load_bytes))
     except BaseException:
         if crew is not None:
             crew.close()
@@ -121,26 +120,13 @@ def _program(options: Options, inside: int) -> Program:
     )
 
 
-def _make_crew(options: Options, program: Program, workers: int | None, *, threads: bool = False) -> Crew:
+def _make_crew(options: Options, program: Program, workers: int | None) -> Crew:
     if workers == 0:
         return InlineCrew(program)
     gathers_here = options.source is not None and options.source.in_memory and options.load is None
-    if threads or options.executor == "thread" or gathers_here:
-        return ThreadCrew(program, own_copies=threads)
+    if options.executor == "thread" or gathers_here:
+        return ThreadCrew(program)
     return process_crew(program, options.start_method)
-
-
-def _is_other(crew: Crew, plan: Plan, executor: str) -> bool:
-    """Whether the crew that was probed is not the one that was planned."""
-    if isinstance(crew, InlineCrew) or plan.workers == 0:
-        return isinstance(crew, InlineCrew) != (plan.workers == 0)
-    return executor == "thread" and not isinstance(crew, ThreadCrew)
-
-
-def _better_in_threads(options: Options, probe: Probe) -> bool:
-    """Whether the plan may use threads though nobody said so: the load waits, which threads do at no cost."""
-    free = options.num_workers is None and options.in_processes and options.start_method is None
-    return free and options.load is not None and probe.load_s > WAITS_S and probe.cpu_s < probe.load_s / 2
 
 
 def _probe(options: Options, schedule: Schedule, crew: Crew, epoch: int, position: int) -> Probe:
@@ -210,7 +196,7 @@ class _Planner:
         travels = self._options.source is not None and self._program.reader is None
         return Cut(unit, batch, mode is not Mode.FLOW and not self._program.skips, self._window, travels)
 
-    def solve(self, probe: Probe, crew: Crew | None, executor: Any) -> tuple[Plan, int]:
+    def solve(self, probe: Probe, crew: Crew | None) -> tuple[Plan, int]:
         """The plan, and the bytes of a slot; BudgetError if there is none."""
         options, program = self._options, self._program
         rows = tuple(row_bytes(leaf) for leaf in probe.spec.leaves)
@@ -235,7 +221,7 @@ class _Planner:
             memory=max(1, options.memory - window_bytes),
             batch_size=options.batch_size,
             num_workers=options.num_workers,
-            executor=executor if processes else "thread",
+            executor=options.executor if processes else "thread",
             cores=machine.look().cores,
             whole=program.mode is Mode.WHOLE,
             staged=program.mode is Mode.FLOW,
@@ -248,8 +234,12 @@ class _Planner:
         except BudgetError:
             raise _does_not_fit(request, footprint, window=window_bytes > 0) from None
         notes = plan.notes
-        if executor != options.executor and plan.workers:
-            notes = (*notes, "threads, not processes: while a load waits, others run; each has its own copy of load")
+        if processes and plan.workers and footprint.waits and options.load is not None:
+            # Only advice: a load that was not written for threads would give wrong samples in them, without a word.
+            notes = (
+                *notes,
+                'executor="thread" would take less memory, as loads wait; it needs a load that is safe in threads',
+            )
         if window_bytes:
             notes = (*notes, f"shuffle window of {self._window:,} items: {format_bytes(window_bytes)}")
         plan = dataclasses.replace(

@@ -43,6 +43,12 @@ class Limit:
 
     def outgrown(self) -> bool:
         """Whether this worker should be replaced: it is above its soft line and cannot get below it."""
+        try:
+            return self._outgrown()
+        except MemoryError:  # at the hard line there is no room even to look
+            return True
+
+    def _outgrown(self) -> bool:
         size = self._anon_bytes()
         if size <= self._soft:
             return False

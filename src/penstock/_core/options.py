@@ -75,6 +75,8 @@ class Options:
         _check_choice("start_method", start_method, (None, "fork", "forkserver", "spawn"))
         check_count("num_workers", num_workers, least=0, optional=True)
         check_count("samples_per_item", samples_per_item, least=1, optional=True)
+        if isinstance(batch_size, str) and batch_size != "max":
+            raise ValueError(f'batch_size={batch_size!r} is not known: give a number of samples, or "max"')
         if batch_size != "max":
             check_count("batch_size", batch_size, least=1)
         if not (isinstance(on_error, Retry) or on_error in ("raise", "skip")):

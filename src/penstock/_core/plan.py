@@ -54,6 +54,8 @@ CHEAP_S: Final = 15e-6
 WAITING_WORKERS: Final = 16
 
 FEWEST_SLOTS: Final = 2  # one that the consumer reads, one that is filled meanwhile
+# The interpreter takes memory in pieces of a mebibyte, and malloc keeps some of what was freed.
+SLACK_BYTES: Final = 4 * 2**20
 STEADY_SLOTS: Final = 3  # the consumer lets go of a batch only after it took the next one
 WANTED_SLOTS: Final = 4  # and one in reserve for items that take longer than others
 MOST_SLOTS: Final = 8
@@ -314,7 +316,12 @@ class _Costs:
 
     def worker(self) -> int:
         # The identities of a task: at most those of a slot.
-        return self.idle() + self.load() + self.group * self.rows * self.footprint.item_bytes
+        identities = self.group * self.rows * self.footprint.item_bytes
+        return self.idle() + self.load() + self.slack() + identities
+
+    def slack(self) -> int:
+        """What a worker process may grow by: its hard limit must not be met by what the next load needs more."""
+        return SLACK_BYTES + self.load() // 4 if self.request.executor == "process" else 0
 
     def template(self, workers: int) -> int:
         return self.footprint.template_bytes if workers and self.request.executor == "process" else 0

@@ -87,10 +87,12 @@ class Failure:
     ordinal: int
     error: BaseException
     trace: str
+    texts: tuple[tuple[int, int, bytes], ...] = ()
+    """Texts of the rows before it that did not fit into their cells."""
 
     def moved(self, places: int) -> Failure:
         """The same failure, counted from so many places earlier."""
-        return Failure(self.ordinal + places, self.error, self.trace)
+        return dataclasses.replace(self, ordinal=self.ordinal + places)
 
 
 @dataclasses.dataclass(slots=True)

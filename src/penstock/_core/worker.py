@@ -38,6 +38,8 @@ __all__ = ["RECORD", "RECORD_BYTES", "probed", "run", "settle"]
 RECORD: Final = struct.Struct("<QId")
 """A worker's record: task id plus one (0: idle), place of the item in the task, when it was begun (monotonic)."""
 RECORD_BYTES: Final = 64
+# A budget that is far too small is told by the plan, in numbers, and not by a load that finds no memory.
+PROBE_LEAST_BYTES: Final = 256 * 2**20
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -60,6 +62,8 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
             word, *rest = pickle.loads(own.receive() or _STOP)
             if word == "grant":
                 grant: Grant = rest[0]
+                if grant.offset is None:  # the task is another's from now on, or nobody's
+                    record(0)
                 return grant
             if word == "ping":
                 replies.send(encode_reply(Reply(rest[0], worker, Status.PONG)))
@@ -112,15 +116,16 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
             record(0)
             del reply, data
             if limit is not None and limit.outgrown():
-                size = machine.own_bytes(os.getpid())
-                replies.send(encode_reply(Reply(0, worker, Status.RETIRING, rows=size)))
+                with contextlib.suppress(MemoryError):  # at its hard limit it cannot even say how large it is
+                    size = machine.own_bytes(os.getpid())
+                    replies.send(encode_reply(Reply(0, worker, Status.RETIRING, rows=size)))
                 raise SystemExit(RETIRED)
 
 
 def probed(filler: Filler, task: Task) -> Reply:
     """The answer to a probe."""
     reply = Reply(task.id, filler.worker, Status.PROBED)
-    machine.limit_data(filler.program.memory)
+    machine.limit_data(max(filler.program.memory, PROBE_LEAST_BYTES))
     try:
         reply.body = filler.probe(task, _Gauge())
     except Exception as error:  # noqa: BLE001 - whatever it is, the user gets to see it

@@ -64,6 +64,7 @@ class ProcessCrew:
         self._waiting: dict[int, int] = {}  # worker -> task for which it waits for a grant
         self._parked: set[int] = set()  # tasks whose worker died while it waited: they have no room before the grant
         self._yielding: dict[int, int] = {}  # worker -> task that it was told to give up, and has not answered yet
+        self._given_up: set[int] = set()  # tasks that have no place any more, and whose worker has not answered yet
         self._retiring: set[int] = set()
         self._suspects: set[int] = set()
         self._pings: set[int] = set()
@@ -134,6 +135,8 @@ class ProcessCrew:
             task.slot, task.offset, task.capacity = grant.slot, grant.offset, grant.capacity
         if task.id not in self._parked:
             del self._waiting[request.worker]
+            if grant.offset is None:
+                self._given_up.add(task.id)
             with contextlib.suppress(OSError):  # it died: told by the template
                 self._owns[request.worker].send(pickle.dumps(("grant", grant)))
             return
@@ -317,6 +320,7 @@ class ProcessCrew:
                 task.skip += reply.rows
         else:
             del self._outstanding[reply.task]
+            self._given_up.discard(reply.task)
             reply.failures += lost_failures(task)
         self._events.append(reply)
 
@@ -362,7 +366,7 @@ class ProcessCrew:
         elif held == 0:
             self._look_for_lost(number)
         elif held - 1 in self._outstanding and held - 1 != yielded:
-            self._again(held - 1, ordinal, code)
+            self._again(held - 1, ordinal, code)  # one that yielded has it no more, whatever its record says
         self.restarts += 1
         self._make(number)
         self._resolve_suspects()
@@ -372,11 +376,20 @@ class ProcessCrew:
     def _again(self, ident: int, ordinal: int, code: int) -> None:
         task = self._outstanding[ident]
         self._suspects.discard(ident)  # it is found: given out twice, it would be written when its slot is another's
-        failure = self._deaths.of(task, ordinal, code)
+        failure = self._deaths.of(task, ordinal, code) if ident not in self._given_up else None
         if failure is not None:
             del self._outstanding[ident]
             self._events.append(Reply(ident, 0, Status.FAILED, body=failure))
         elif ident != PROBE:  # worker 0 is told again when it is made
+            self._hand_out(task)
+
+    def _hand_out(self, task: Task) -> None:
+        """A task that nobody has any more is to be done by another; one that was given up is done with."""
+        if task.id in self._given_up:
+            self._given_up.remove(task.id)
+            del self._outstanding[task.id]
+            self._events.append(Reply(task.id, 0, Status.DONE))
+        else:
             self._backlog.appendleft(task)
 
     def _make_way(self) -> None:
@@ -438,7 +451,7 @@ class ProcessCrew:
         if self._suspects and not self._pings:
             for ident in self._suspects - self._held():
                 if ident in self._outstanding:
-                    self._backlog.append(self._outstanding[ident])
+                    self._hand_out(self._outstanding[ident])
             self._suspects = set()
 
     def _template_died(self) -> None:
@@ -464,7 +477,10 @@ class ProcessCrew:
         self._suspects.clear()
         self._pings.clear()
         self._drained()
-        self._backlog = deque(t for t in self._outstanding.values() if t.id != PROBE and t.id not in self._parked)
+        self._backlog.clear()
+        for task in reversed(list(self._outstanding.values())):  # the first to the front
+            if task.id != PROBE and task.id not in self._parked:
+                self._hand_out(task)
         self.restarts += len(numbers)
         self._open_template()
         for number in numbers:

@@ -7,11 +7,8 @@ stuck in a load when the crew is closed is left behind as a daemon and ends with
 from __future__ import annotations
 
 import contextlib
-import pickle
 import queue
 import threading
-
-import cloudpickle
 
 from penstock._core import context
 from penstock._core.arena import Arena
@@ -30,11 +27,9 @@ class ThreadCrew:
     restarts = 0
     retired_bytes = 0
 
-    def __init__(self, program: Program, *, own_copies: bool = False) -> None:
+    def __init__(self, program: Program) -> None:
         self.arena = Arena(shared=False)
         self._program = program
-        # Threads that nobody asked for: a load that was meant for processes may keep an open file in an object.
-        self._copies = _copies(program) if own_copies else None
         self._first = Filler(program, self.arena, 0)
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
@@ -50,8 +45,7 @@ class ThreadCrew:
     def start(self, setup: Setup) -> None:
         """Start the threads."""
         for number in range(setup.workers):
-            program = self._program if self._copies is None else pickle.loads(self._copies)
-            filler = self._first if number == 0 else Filler(program, self.arena, number)
+            filler = self._first if number == 0 else Filler(self._program, self.arena, number)
             filler.configure(setup.spec, setup.rows)
             self._grants.append(queue.SimpleQueue())
             info = context.WorkerInfo(number, setup.workers)
@@ -118,13 +112,6 @@ class ThreadCrew:
         self._replies.put(None)  # for a consumer that waits in another thread
         self._first.forget()
         self.arena.close()
-
-
-def _copies(program: Program) -> bytes | None:
-    try:
-        return bytes(cloudpickle.dumps(program))
-    except Exception:  # noqa: BLE001 - what cannot be copied is shared, as threads do
-        return None
 
 
 def _work(
