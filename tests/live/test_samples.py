@@ -148,7 +148,7 @@ def test_torch_tensors_come_as_arrays_or_as_tensors(crew: str) -> None:
             "conjugate": torch.tensor([1j * i]).conj(),
         }
 
-    with feed_of(crew, range(4), load, to="torch") as feed:
+    with feed_of(crew, range(4), load, to="torch", memory="1 GiB") as feed:
         (batch,) = feed
         for name, expected in ((name, torch.stack([load(i)[name] for i in range(4)])) for name in batch):
             assert isinstance(batch[name], torch.Tensor)

@@ -56,6 +56,7 @@ WAITING_WORKERS: Final = 16
 FEWEST_SLOTS: Final = 2  # one that the consumer reads, one that is filled meanwhile
 # The interpreter takes memory in pieces of a mebibyte, and malloc keeps some of what was freed.
 SLACK_BYTES: Final = 4 * 2**20
+MOST_SLACK_BYTES: Final = 8 * 2**20  # for loads that differ, on top
 STEADY_SLOTS: Final = 3  # the consumer lets go of a batch only after it took the next one
 WANTED_SLOTS: Final = 4  # and one in reserve for items that take longer than others
 MOST_SLOTS: Final = 8
@@ -321,7 +322,7 @@ class _Costs:
 
     def slack(self) -> int:
         """What a worker process may grow by: its hard limit must not be met by what the next load needs more."""
-        return SLACK_BYTES + self.load() // 4 if self.request.executor == "process" else 0
+        return SLACK_BYTES + min(self.load() // 4, MOST_SLACK_BYTES) if self.request.executor == "process" else 0
 
     def template(self, workers: int) -> int:
         return self.footprint.template_bytes if workers and self.request.executor == "process" else 0

@@ -73,7 +73,7 @@ def start_interpreter(module: str, birth: dict[str, Any], keep: tuple[int, ...])
 
 def born(birth: dict[str, Any]) -> None:
     """Entry of a template that was started as a fresh interpreter."""
-    from penstock._core.worker import leave
+    from penstock._core.worker import die_with, leave, outlive
 
     sys.argv = birth["argv"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -81,11 +81,14 @@ def born(birth: dict[str, Any]) -> None:
     orders, tasks, replies = (Channel(socket.socket(fileno=birth[key])) for key in ("orders", "tasks", "replies"))
     program: Any = None
     if birth["fork"]:
+        # Imports may take long or for ever, and nobody here can watch the parent meanwhile. Its thread waits for us.
+        die_with(birth["parent"])
         try:
             program = pickle.loads(birth["program"])
         except BaseException as error:  # noqa: BLE001 - the parent gets to see it
             _absent(orders, error)
             leave(1)
+        outlive()
     serve(program, birth, orders, tasks, replies)
     leave(0)
 

@@ -172,6 +172,11 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def outlive() -> None:
+    """Take that back: the thread may end while the rest of its process goes on."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
 def leave(code: int) -> None:
     """End this process without running what belongs to the process it was forked from."""
     with contextlib.suppress(Exception):
