@@ -204,7 +204,7 @@ def test_every_shortage_is_explained() -> None:
 def test_workers_asked_for_are_given_or_refused() -> None:
     """An explicit number is not a wish."""
     request = Request(memory=MiB(60), batch_size=8, num_workers=4, cores=1)
-    with pytest.raises(BudgetError, match="4 workers 16.5 MiB each"):
+    with pytest.raises(BudgetError, match=r"4 workers 16\.5 MiB each"):
         solve(request, TIGHT)
     assert solve(replace(request, memory=MiB(110)), TIGHT).workers == 4
     assert solve(replace(request, num_workers=0), TIGHT).workers == 0
