@@ -578,8 +578,10 @@ class Engine:
             risen.append(most - own)
         # What each rose to in between is known, whether together is not: one surely did, of the others half is counted.
         most_risen = max(risen, default=0)
-        peak = stats.arena_bytes + stats.worker_bytes + most_risen + (sum(risen) - most_risen) // 2
-        stats.peak_bytes = max(stats.peak_bytes, peak + self.crew.retired_bytes)
+        used = stats.arena_bytes + stats.worker_bytes
+        together = used + most_risen + (sum(risen) - most_risen) // 2
+        # A worker that was replaced is not there any more, and was as large as it says.
+        stats.peak_bytes = max(stats.peak_bytes, together, used + self.crew.retired_bytes)
         self.crew.retired_bytes = 0
         self._measure_at_s = moment + max(MEASURE_S, (time.monotonic() - moment) / MEASURE_SHARE)
 
