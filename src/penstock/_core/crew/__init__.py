@@ -19,10 +19,11 @@ from typing import Protocol
 
 from penstock._core import machine
 from penstock._core.arena import AnyArena
+from penstock._core.fill import Failed
 from penstock._core.program import Probe, Program, Setup
-from penstock._core.task import Grant, Reply, Task
+from penstock._core.task import Failure, Grant, Reply, Task
 
-__all__ = ["Crew", "process_crew"]
+__all__ = ["Crew", "probe_of", "process_crew"]
 
 
 class Crew(Protocol):
@@ -88,3 +89,14 @@ def portable_only() -> bool:
         return True
     features = machine.look().features
     return not (features.memfd and features.pidfd and features.seqpacket)
+
+
+def probe_of(crew: Crew) -> Probe | None:
+    """Wait for the answer to a probe, the only thing that a crew was asked."""
+    while True:
+        crew.wait()
+        for reply in crew.take():
+            if isinstance(reply.body, Failure):
+                raise Failed(reply.body)
+            probe: Probe | None = reply.body
+            return probe

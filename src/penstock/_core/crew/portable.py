@@ -31,12 +31,12 @@ import cloudpickle
 from penstock._core import context, machine
 from penstock._core.arena import CONTROL_BYTES
 from penstock._core.arena_named import NamedArena, Segment
-from penstock._core.crew import lives
+from penstock._core.crew import lives, probe_of
 from penstock._core.errors import PenstockError
-from penstock._core.fill import Failed, Filler, failure_of
+from penstock._core.fill import Filler, failure_of
 from penstock._core.limit import RETIRED, Limit
 from penstock._core.program import Probe, Program, Setup
-from penstock._core.task import Failure, Grant, Reply, Status, Task
+from penstock._core.task import Grant, Reply, Status, Task
 from penstock._core.template import ONE_THREAD
 from penstock._core.wire import decode_reply, decode_task, encode_reply, encode_task, ident_of
 from penstock._core.worker import RECORD, RECORD_BYTES, probed, settle
@@ -126,13 +126,7 @@ class PortableCrew:
         """Have worker 0 load a few items; what it loaded is used again when their turn comes."""
         self._deaths.forget_probe()
         self.submit(task)
-        while True:
-            self.wait()
-            for reply in self.take():
-                if isinstance(reply.body, Failure):
-                    raise Failed(reply.body)
-                probe: Probe | None = reply.body
-                return probe
+        return probe_of(self)
 
     def start(self, setup: Setup) -> None:
         """Have as many workers as were planned (and the system allows), all told what a slot looks like."""

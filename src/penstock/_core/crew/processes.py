@@ -25,13 +25,13 @@ import cloudpickle
 from penstock._core import template
 from penstock._core.arena import CONTROL_BYTES, Arena
 from penstock._core.channel import Channel, pair
+from penstock._core.crew import probe_of
 from penstock._core.crew.lives import FRUITLESS_DEATHS, PROBE, Deaths, cannot_start, lost_failures, manner, pickled
 from penstock._core.errors import PenstockError, WorkerLost
-from penstock._core.fill import Failed
 from penstock._core.limit import RETIRED
 from penstock._core.pickles import introduce
 from penstock._core.program import Probe, Program, Setup
-from penstock._core.task import Failure, Grant, Reply, Status, Task
+from penstock._core.task import Grant, Reply, Status, Task
 from penstock._core.wire import decode_reply, encode_task, ident_of
 from penstock._core.worker import RECORD, RECORD_BYTES, leave
 
@@ -96,13 +96,7 @@ class ProcessCrew:
         self._outstanding[PROBE] = task
         self._deaths.forget_probe()
         self._send_probe()
-        while True:
-            self.wait()
-            for reply in self.take():
-                if isinstance(reply.body, Failure):
-                    raise Failed(reply.body)
-                probe: Probe | None = reply.body
-                return probe
+        return probe_of(self)
 
     def start(self, setup: Setup) -> None:
         """Have as many workers as were planned, all told what a slot looks like and how far they may grow."""
