@@ -26,6 +26,7 @@ from penstock._core.errors import (
     WorkerLost,
 )
 from penstock._core.feed import BudgetWarning, Feed, plan
+from penstock._core.patience import SlowLoad
 from penstock._core.plan import Plan
 from penstock._core.program import Into, Pad, Padded, Retry, into
 from penstock._core.source import Reader, Source, arrays
@@ -53,6 +54,7 @@ __all__ = [
     "Reader",
     "ResourceHeld",
     "Retry",
+    "SlowLoad",
     "Source",
     "SpecError",
     "Stats",

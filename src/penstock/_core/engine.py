@@ -15,6 +15,7 @@ import dataclasses
 import math
 import os
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,19 @@ from penstock._core import machine
 from penstock._core.batch import Lease, Leases
 from penstock._core.budget import MiB, format_bytes
 from penstock._core.crew import Crew
-from penstock._core.errors import BudgetError, FeedClosed, LeaseError, LoadError, SpecError, WorkerLost, said, shown
+from penstock._core.errors import (
+    BudgetError,
+    FeedClosed,
+    LeaseError,
+    LoadError,
+    LoadTimeout,
+    SpecError,
+    WorkerLost,
+    said,
+    shown,
+)
 from penstock._core.ledger import Ledger
+from penstock._core.patience import Patience, SlowLoad, users_level
 from penstock._core.plan import Plan
 from penstock._core.program import Probe
 from penstock._core.regions import Regions
@@ -126,6 +138,7 @@ class Engine:
         self._next_task = 1
         self._next_batch = 0
         self._row_s = probe.load_s
+        self._patience = Patience()
         # What loads in this process hold at once; a worker process is measured instead.
         self._inside_bytes = 0 if crew.pids() else max(1, plan.workers) * probe.sample_bytes
         self._measure_at_s = 0.0
@@ -201,14 +214,18 @@ class Engine:
                     continue
             waited = True
             self._section.catch_up()
-            self.crew.wait()
+            self.crew.wait(self._patience.look_s)
             with self._lock, self._section:
                 self._check(run)
-                for reply in self.crew.take():
+                replies = self.crew.take()
+                for reply in replies:
                     self._take(reply)
+                slow = self._slow() if not replies else None
                 self.stats.restarts = self.crew.restarts
                 if self.crew.retired_bytes:
                     self._measure(now=True)
+            if slow is not None:  # not within: whoever makes errors of warnings gets one here
+                self._warn_of(*slow)
 
     def lease(self, chunk: Chunk) -> tuple[Any, int] | None:
         """Memory of a chunk whose last reference frees the slot; None when it has to be copied."""
@@ -562,6 +579,24 @@ class Engine:
                 "because they share its slots; make a second Feed to iterate twice at once"
             )
 
+    def _slow(self) -> tuple[int, Any] | None:
+        """Nothing came for a while: the worker that is at the same item for unusually long, if there is one."""
+        slow = self._patience.tried(time.monotonic(), self.crew.busy(), usual_s=self._row_s)
+        if slow is None or slow.task not in self._by_task:
+            return None
+        unit, _, _, first = self._by_task[slow.task]
+        return slow.worker, _item(unit, Failure.BATCH if slow.ordinal == Failure.COLLATING else first + slow.ordinal)
+
+    def _warn_of(self, worker: int, item: Any) -> None:
+        stack = self.crew.stack(worker)
+        where = f"; it is at\n{stack}" if stack else ""
+        warnings.warn(
+            f"worker {worker} has been busy for more than {self._patience.slow_s:g} s with {shown(item)}, and the "
+            f"next batch waits for it (timeout=... would end it){where}",
+            SlowLoad,
+            stacklevel=users_level(),
+        )
+
     # ---- memory
 
     def _measure(self, *, now: bool = False) -> None:
@@ -591,19 +626,24 @@ def _end(body: Any) -> int:
     return max((offset + dtype.itemsize * math.prod(shape) for _, dtype, shape, offset in body.leaves), default=0)
 
 
+def _item(unit: Unit, ordinal: int) -> Any:
+    """The item at a place of a unit, or all of them where it is nobody's alone."""
+    if ordinal == Failure.BATCH:
+        return list(unit.items) if unit.items is not None else unit.indices.tolist()
+    if unit.items is not None and ordinal < len(unit.items):
+        return unit.items[ordinal]
+    return int(unit.indices[ordinal]) if ordinal < len(unit.indices) else None
+
+
 def error_of(failure: Failure, unit: Unit, plan: Plan | None = None, *, spare_bytes: int = 0) -> Exception:
     """The exception that the consumer sees for an item that failed; ``spare_bytes`` belong to slots, not to workers."""
     error = failure.error
-    item: Any = None
-    if failure.ordinal == Failure.BATCH:
-        item = list(unit.items) if unit.items is not None else unit.indices.tolist()
-    elif unit.items is not None and failure.ordinal < len(unit.items):
-        item = unit.items[failure.ordinal]
-    elif failure.ordinal < len(unit.indices):
-        item = int(unit.indices[failure.ordinal])
+    item = _item(unit, failure.ordinal)
     if isinstance(error, SpecError) and error.item is None:
         error.item = item
-    if isinstance(error, SpecError | WorkerLost | BudgetError):
+    if failure.trace and isinstance(error, LoadTimeout):
+        error.add_note(f"where it was:\n{failure.trace.rstrip()}")
+    if isinstance(error, SpecError | WorkerLost | LoadTimeout | BudgetError):
         return error
     what, advice = ("load", ' (to leave such items out: on_error="skip")')
     if failure.ordinal == Failure.BATCH:

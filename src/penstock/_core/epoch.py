@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import threading
 import warnings
 from collections import deque
@@ -23,6 +22,7 @@ from penstock._core.engine import Chunk, Engine, Unit, error_of
 from penstock._core.errors import LoadError, SpecError, shown
 from penstock._core.fill import COLLATE_INDEX, recast
 from penstock._core.launch import Launched
+from penstock._core.patience import users_level
 from penstock._core.program import Pad
 from penstock._core.schedule import Schedule
 from penstock._core.spec import NAMESPACE, flatten
@@ -239,7 +239,7 @@ class Epoch:
                 "further batches are copies, which cost memory outside the budget. Let batches go when they are used, "
                 "or copy what you keep",
                 ResourceHeld,
-                stacklevel=_users_level(),
+                stacklevel=users_level(),
             )
 
     # ---- what cannot be handed out as it lies
@@ -351,14 +351,6 @@ class _Shared:
     copy_of: Chunk | None
     """The chunk to copy from and release at the end, where it could not be leased."""
     at: int = 0
-
-
-def _users_level() -> int:
-    """How many frames above the caller's the user's own line is: batches are asked for in several ways."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "penstock":
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _chosen(leaf: Any, good: list[int], rows: int) -> Any:

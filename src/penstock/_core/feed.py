@@ -110,10 +110,11 @@ class Feed:
             collate_fn=collate_fn,
             samples_per_item=samples_per_item,
             on_error=on_error,
+            timeout=timeout,
             shard=shard,
             to=to,
             start_method=start_method,
-            unbuilt={"timeout": timeout, "cache": cache, "device_memory": device_memory},
+            unbuilt={"cache": cache, "device_memory": device_memory},
         )
         self._schedule = Schedule(options)
         self._place = Place()

@@ -22,7 +22,7 @@ from penstock._core import context
 from penstock._core.errors import SpecError, shown
 from penstock._core.layout import Layout, aligned
 from penstock._core.npy import read_npy
-from penstock._core.program import Into, Pad, Padded, Probe, Program
+from penstock._core.program import Into, Pad, Padded, Probe, Program, Retry
 from penstock._core.spec import (
     NAMESPACE,
     Array,
@@ -375,7 +375,7 @@ class Filler:
         samples: list[Any] = []
         for ordinal, item in self._each(task):
             self._attempt(partial(self._collect, samples, task, ordinal, item), ordinal, item, None)
-        self.beat(0)
+        self.beat(Failure.COLLATING)
         context.enter(program.seed, task.epoch, COLLATE_INDEX + int(task.indices[0]))
         assert program.collate is not None
         packing: list[_Packing] = []
@@ -471,7 +471,7 @@ class Filler:
         to_skip = task.skip
         for ordinal, item in self._each(task):
             try:
-                for sample in self._samples(task, ordinal, item):
+                for sample in self._persistent(task, ordinal, item):
                     if to_skip:
                         to_skip -= 1
                         continue
@@ -534,6 +534,20 @@ class Filler:
         else:
             yield from self._exactly(item, program.samples_per_item)
 
+    def _persistent(self, task: Task, ordinal: int, item: Any) -> Iterator[Any]:
+        """The samples of an item; after an error, as often as on_error says, again from where it was."""
+        given = 0
+        for attempt in range(1, self.program.tries + 1):
+            try:
+                for sample in itertools.islice(self._samples(task, ordinal, item), given, None):
+                    yield sample
+                    given += 1
+                return
+            except Exception as error:
+                if attempt == self.program.tries or isinstance(error, SpecError):
+                    raise
+                self._back_off(attempt, ordinal)
+
     def _collect(self, samples: list[Any], task: Task, ordinal: int, item: Any, most: int | None = None) -> None:
         """Add the samples of an item, all of them or none."""
         made: list[Any] = []
@@ -557,6 +571,12 @@ class Filler:
                 "samples_per_item=None when the number varies",
                 item=item,
             )
+
+    def _back_off(self, attempt: int, ordinal: int) -> None:
+        """Wait before another try, each time longer; it has its own time."""
+        assert isinstance(self.program.on_error, Retry)
+        time.sleep(self.program.on_error.wait_s * 2 ** (attempt - 1))
+        self.beat(ordinal if ordinal != Failure.BATCH else Failure.COLLATING)
 
     def _slot(self, offset: int) -> list[Array]:
         columns = self._columns.get(offset)
@@ -591,7 +611,7 @@ class Filler:
                 raise
             except Exception as error:
                 if attempt < tries and not isinstance(error, SpecError):
-                    time.sleep(self.program.on_error.wait_s * 2 ** (attempt - 1))  # type: ignore[union-attr]
+                    self._back_off(attempt, ordinal)
                     continue
                 failure = failure_of(error, ordinal, item)
                 if failures is None or not self.program.skips:

@@ -117,6 +117,7 @@ def _program(options: Options, inside: int) -> Program:
         options.on_error,
         options.seed,
         options.memory,
+        options.timeout_s,
     )
 
 
@@ -221,6 +222,7 @@ class _Planner:
             memory=max(1, options.memory - window_bytes),
             batch_size=options.batch_size,
             num_workers=options.num_workers,
+            isolated=options.timeout_s is not None,
             executor=options.executor if processes else "thread",
             cores=machine.look().cores,
             whole=program.mode is Mode.WHOLE,

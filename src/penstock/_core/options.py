@@ -42,6 +42,7 @@ class Options:
     each: int | None
     """Samples an item; None: any number."""
     on_error: OnError
+    timeout_s: float | None
     rank: int
     world: int
     door: Callable[[Any], Any] | None
@@ -64,6 +65,7 @@ class Options:
         collate_fn: Any,
         samples_per_item: Any,
         on_error: Any,
+        timeout: Any,
         shard: Any,
         to: Any,
         start_method: Any,
@@ -97,6 +99,7 @@ class Options:
             )
         for dtype in cast.values() if isinstance(cast, Mapping) else () if cast is None else (cast,):
             _check_dtype(dtype)
+        _check_timeout(timeout, load, executor, num_workers)
         rank, world = _shard(shard)
         return cls(
             items=kind,
@@ -112,6 +115,7 @@ class Options:
             collate=Pad() if collate_fn == "pad" else list if collate_fn == "list" else collate_fn,
             each=samples_per_item,
             on_error=on_error,
+            timeout_s=None if timeout is None else float(timeout),
             rank=rank,
             world=world,
             door=door(to),
@@ -149,6 +153,20 @@ def _shard(shard: Any) -> tuple[int, int]:
     if not 0 <= rank < world:
         raise ValueError(f"shard={shard!r}: give (rank, world) with rank from 0 to world - 1")
     return int(rank), int(world)
+
+
+def _check_timeout(timeout: Any, load: Any, executor: str, num_workers: int | None) -> None:
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number) or not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout={timeout!r} must be a number of seconds above 0, or None")
+    if load is None:
+        raise ValueError(f"timeout={timeout:g} is for load, and there is none: a source is read as a whole")
+    if executor == "thread" or num_workers == 0:
+        where = 'executor="thread"' if executor == "thread" else "num_workers=0"
+        raise ValueError(
+            f"timeout={timeout:g} needs worker processes, as nothing can stop a load in this one: leave out {where}"
+        )
 
 
 def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:

@@ -128,6 +128,8 @@ class Request:
     batch_size: int | Literal["max"] = 32
     """Samples a batch, or as many as the budgets allow."""
     num_workers: int | None = None
+    isolated: bool = False
+    """Whether loads must be done by somebody who can be ended: a worker process at least."""
     """How many workers; None: the plan decides."""
     executor: Executor = "process"
     cores: int = 1
@@ -357,6 +359,8 @@ def _wanted_workers(request: Request, footprint: Footprint) -> tuple[int, str]:
     if request.num_workers is not None:
         return request.num_workers, "as asked"
     if footprint.cheap:
+        if request.isolated:
+            return 1, "a load that takes too long must be somewhere where it can be stopped"
         return 0, f"a load takes {_seconds(load_s)}, less than a message to a worker"
     if request.executor == "thread" and footprint.releases_gil is False:
         return 1, "loads hold the GIL, so that more threads would not load faster"
@@ -375,7 +379,8 @@ def _wanted_workers(request: Request, footprint: Footprint) -> tuple[int, str]:
 def _ladder(costs: _Costs, wanted: int) -> Iterator[tuple[int, int]]:
     """Every (workers, slots) that may be planned, the best first: more workers, then more slots."""
     asked = costs.request.num_workers
-    for workers in range(wanted, -1, -1) if asked is None else (asked,):
+    fewest_workers = 1 if costs.request.isolated else 0
+    for workers in range(wanted, fewest_workers - 1, -1) if asked is None else (asked,):
         # Asked for by number, workers are given even when there are too few slots to keep them all busy.
         fewest = costs.fewest_slots(workers) if asked is None else FEWEST_SLOTS
         for slots in range(costs.wanted_slots(workers), fewest - 1, -1):

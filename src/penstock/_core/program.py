@@ -131,6 +131,8 @@ class Program:
     seed: int
     memory: int
     """The budget: not even the first load, which is measured, may ask for more."""
+    timeout_s: float | None = None
+    """How long one item may take."""
 
     @property
     def skips(self) -> bool:

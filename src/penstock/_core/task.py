@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Failure", "Grant", "Mode", "Reply", "Status", "Task"]
+__all__ = ["Busy", "Failure", "Grant", "Mode", "Reply", "Status", "Task"]
 
 
 class Mode(enum.IntEnum):
@@ -66,7 +66,24 @@ class Task:
     skip: int = 0
     """Samples of a FLOW task that an earlier worker handed over before it died."""
     barred: tuple[int, ...] = ()
-    """Places of items that must not be tried again: they killed their worker."""
+    """Places of items that must not be tried again: they killed their worker, or took too long."""
+    handed: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Of ``skip``, how many belong to which item, as far as this task handed them over. Does not travel."""
+
+    def note_handed(self, reply: Reply) -> None:
+        """A full slot was handed over: should the task be done again, its samples are not to be."""
+        self.skip += reply.rows
+        for ordinal, count in reply.body[0]:
+            self.handed[ordinal] = self.handed.get(ordinal, 0) + count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Busy:
+    """What a worker is at: the item at a place of a task."""
+
+    worker: int
+    task: int
+    ordinal: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +101,8 @@ class Failure:
 
     BATCH: ClassVar[int] = -1
     """The place of an error that is nobody's alone: a collate_fn's."""
+    COLLATING: ClassVar[int] = 2**32 - 1
+    """The same in a worker's record, where places are unsigned."""
     ordinal: int
     error: BaseException
     trace: str

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import pickle
 import select
@@ -26,7 +27,10 @@ import traceback
 from typing import Any, Final
 
 from penstock._core import machine
+from penstock._core.arena import CONTROL_BYTES
 from penstock._core.channel import Channel
+from penstock._core.overdue import RECORD, RECORD_BYTES, Overdue
+from penstock._core.stacks import ASK
 
 __all__ = ["born", "serve", "start_interpreter"]
 
@@ -128,17 +132,19 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
             orders.send(pickle.dumps(words))
 
     tell("here", machine.private_bytes(os.getpid()))
+    watch = _Watch(birth["timeout"], birth["arena"]) if birth["timeout"] is not None else None
+    ended_for: dict[int, tuple[int, int]] = {}  # pid -> what it was late with
 
     def reap(pidfd: int) -> None:
         number, pid = children.pop(pidfd)
         poller.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
-        tell("exit", number, pid, os.waitstatus_to_exitcode(status))
+        tell("exit", number, pid, os.waitstatus_to_exitcode(status), ended_for.pop(pid, None))
 
     running = True
     while running:
-        for fd, _ in poller.poll():
+        for fd, _ in poller.poll(None if watch is None else watch.look(children, ended_for) * 1000):
             if fd in children:
                 reap(fd)
             elif fd == parent:
@@ -151,10 +157,10 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
                 word, *rest = pickle.loads(message) if message else ("close",)
                 if word == "close":
                     running = False
-                elif word == "kill":
+                elif word == "stack":
                     for number, pid in children.values():
                         if number == rest[0]:
-                            os.kill(pid, signal.SIGKILL)
+                            os.kill(pid, ASK)
                 elif word == "make":
                     assert own is not None
                     number = rest[0]
@@ -183,6 +189,26 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
             reap(fd)
 
 
+class _Watch:
+    """Ends workers that take too long for an item, whatever the parent is doing meanwhile."""
+
+    def __init__(self, timeout_s: float, arena: int) -> None:
+        self._overdue = Overdue(timeout_s)
+        self._records = mmap.mmap(arena, CONTROL_BYTES, prot=mmap.PROT_READ)
+
+    def look(self, children: dict[int, tuple[int, int]], ended_for: dict[int, tuple[int, int]]) -> float:
+        """End who is late; the seconds after which to look again."""
+        pids = {number: pid for number, pid in children.values() if pid not in ended_for}
+        records = {number: RECORD.unpack_from(self._records, number * RECORD_BYTES) for number in pids}
+        verdict = self._overdue.look(time.monotonic(), records)
+        for number in verdict.name:
+            os.kill(pids[number], ASK)
+        for number in verdict.end:
+            ended_for[pids[number]] = self._overdue.late(number)
+            os.kill(pids[number], signal.SIGKILL)
+        return verdict.again_s
+
+
 def _make(
     worker: Any,
     program: Any,
@@ -195,12 +221,13 @@ def _make(
 ) -> int:
     """Make one worker; its pid."""
     if not birth["fork"]:
-        keep = (birth["arena"], tasks.fileno(), replies.fileno(), own)
+        keep = (birth["arena"], birth["stacks"], tasks.fileno(), replies.fileno(), own)
         arguments = {
             "program": birth["program"],
             "parent": os.getpid(),
             "worker": number,
             "arena": birth["arena"],
+            "stacks": birth["stacks"],
             "tasks": tasks.fileno(),
             "replies": replies.fileno(),
             "own": own,
@@ -217,7 +244,8 @@ def _make(
         for fd in shut:
             os.close(fd)
         gc.enable()
-        worker.run(program, number, me, birth["arena"], tasks, replies, Channel(socket.socket(fileno=own)))
+        fds = worker.Fds(birth["arena"], birth["stacks"])
+        worker.run(program, number, me, fds, tasks, replies, Channel(socket.socket(fileno=own)))
         code = 0
     except SystemExit as leaving:
         code = worker.exit_code(leaving)

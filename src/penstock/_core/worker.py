@@ -1,7 +1,7 @@
 """The worker process: takes tasks from the shared channel, does them, replies. Runs only in workers.
 
 A worker holds no lock that anyone else waits for. What it is doing stands in its record in the arena's control
-pages (which task, which item, since when), so that the parent knows what was lost when it dies.
+pages (which task, which item, since when), so that others know what was lost when it dies, and when it is late.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import random
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -29,26 +28,33 @@ from penstock._core.channel import Channel
 from penstock._core.fill import Filler, failure_of
 from penstock._core.limit import RETIRED, Limit
 from penstock._core.order import mix
+from penstock._core.overdue import NOT_TIMED, RECORD, RECORD_BYTES
 from penstock._core.program import Program, Setup
+from penstock._core.stacks import write_when_asked
 from penstock._core.task import Grant, Reply, Status, Task
 from penstock._core.wire import decode_task, encode_reply, ident_of
 
-__all__ = ["RECORD", "RECORD_BYTES", "probed", "run", "settle"]
+__all__ = ["probed", "run", "settle"]
 
-RECORD: Final = struct.Struct("<QId")
-"""A worker's record: task id plus one (0: idle), place of the item in the task, when it was begun (monotonic)."""
-RECORD_BYTES: Final = 64
 # A budget that is far too small is told by the plan, in numbers, and not by a load that finds no memory.
 PROBE_LEAST_BYTES: Final = 256 * 2**20
 _PR_SET_PDEATHSIG: Final = 1
 
 
-def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, replies: Channel, own: Channel) -> None:
+class Fds(NamedTuple):
+    """Descriptors of what all workers share."""
+
+    arena: int
+    stacks: int
+
+
+def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, replies: Channel, own: Channel) -> None:
     """Be worker number ``worker`` until told to stop; ``parent`` is the process that must be alive."""
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it stops the crew
+    write_when_asked(fds.stacks, worker)
     settle(program.seed, worker)
-    arena = Arena(shared=True, fd=fd)
+    arena = Arena(shared=True, fd=fds.arena)
     filler = Filler(program, arena, worker)
     memory, at = arena.window(worker * RECORD_BYTES, RECORD_BYTES)
     limit: Limit | None = None
@@ -56,7 +62,11 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
     def record(task: int) -> None:
         RECORD.pack_into(memory, at, task, 0, time.monotonic())
 
+    begun = memoryview(memory)[at + 16 : at + 24].cast("d")
+
     def ask(reply: Reply) -> Grant:
+        spent_s = time.monotonic() - begun[0]
+        begun[0] = NOT_TIMED
         replies.send(encode_reply(reply))
         while True:
             word, *rest = pickle.loads(own.receive() or _STOP)
@@ -64,6 +74,7 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
                 grant: Grant = rest[0]
                 if grant.offset is None:  # the task is another's from now on, or nobody's
                     record(0)
+                begun[0] = time.monotonic() - spent_s
                 return grant
             if word == "ping":
                 replies.send(encode_reply(Reply(rest[0], worker, Status.PONG)))
@@ -72,7 +83,12 @@ def run(program: Program, worker: int, parent: int, fd: int, tasks: Channel, rep
 
     # One store into shared memory an item: the place of the item stands behind the task's number.
     place = memoryview(memory)[at + 8 : at + 12].cast("I")
-    filler.beat = partial(place.__setitem__, 0)
+
+    def timed_beat(ordinal: int) -> None:
+        begun[0] = time.monotonic()  # first: a new place with an old moment would look late
+        place[0] = ordinal
+
+    filler.beat = partial(place.__setitem__, 0) if program.timeout_s is None else timed_beat
     poller = select.poll()
     poller.register(own, select.POLLIN)
     poller.register(tasks, select.POLLIN)
@@ -202,7 +218,7 @@ def born(birth: dict[str, Any]) -> None:
         except BaseException as error:  # noqa: BLE001 - the user gets to see it, a module that calls sys.exit() too
             replies.send(encode_reply(Reply(0, birth["worker"], Status.ABSENT, body=failure_of(error, 0, None))))
             return
-        run(program, birth["worker"], birth["parent"], birth["arena"], tasks, replies, own)
+        run(program, birth["worker"], birth["parent"], Fds(birth["arena"], birth["stacks"]), tasks, replies, own)
         code = 0
     except SystemExit as leaving:
         code = exit_code(leaving)

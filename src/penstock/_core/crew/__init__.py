@@ -21,7 +21,7 @@ from penstock._core import machine
 from penstock._core.arena import AnyArena
 from penstock._core.fill import Failed
 from penstock._core.program import Probe, Program, Setup
-from penstock._core.task import Failure, Grant, Reply, Task
+from penstock._core.task import Busy, Failure, Grant, Reply, Task
 
 __all__ = ["Crew", "probe_of", "process_crew"]
 
@@ -64,6 +64,12 @@ class Crew(Protocol):
 
     def pids(self) -> list[int]:
         """Processes of this crew, for measuring."""
+
+    def busy(self) -> list[Busy]:
+        """What each worker is at, for telling who is slow."""
+
+    def stack(self, worker: int) -> str:
+        """Where in its code a worker is, innermost call last; "" where that cannot be known."""
 
     def close(self) -> None:
         """End all that the crew started. Twice is harmless."""

@@ -7,7 +7,7 @@ from collections import deque
 from penstock._core.arena import Arena
 from penstock._core.fill import Filler, SampleGauge, Steps
 from penstock._core.program import Probe, Program, Setup
-from penstock._core.task import Grant, Reply, Task
+from penstock._core.task import Busy, Grant, Reply, Task
 
 __all__ = ["InlineCrew"]
 
@@ -80,6 +80,14 @@ class InlineCrew:
     def pids(self) -> list[int]:
         """No process of its own."""
         return []
+
+    def busy(self) -> list[Busy]:
+        """Nobody works while the consumer waits."""
+        return []
+
+    def stack(self, worker: int) -> str:  # noqa: ARG002 - the interface
+        """That of the consumer itself."""
+        return ""
 
     def close(self) -> None:
         """Forget everything."""

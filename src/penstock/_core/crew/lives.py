@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from typing import Final
+from typing import Any, Final
 
 from penstock._core import machine
 from penstock._core.budget import format_bytes
-from penstock._core.errors import PenstockError, WorkerLost, shown
+from penstock._core.errors import LoadTimeout, PenstockError, WorkerLost, shown
 from penstock._core.pickles import by_value
 from penstock._core.program import Program
 from penstock._core.task import Failure, Task
 
-__all__ = ["PROBE", "Deaths", "cannot_start", "lost", "lost_failures", "manner", "pickled"]
+__all__ = ["PROBE", "Deaths", "cannot_start", "manner", "pickled"]
 
 PROBE: Final = 0  # the id of the probe's task; those of the engine begin at 1
 # An item is given two more chances: what killed its worker may have been the machine, not the item, even twice.
@@ -32,36 +32,63 @@ class Deaths:
 
     def __init__(self, program: Program) -> None:
         self._skips = program.skips and program.load is not None
+        self._tries = program.tries
+        self._timeout_s = program.timeout_s or 0.0
         self._counts: Counter[tuple[int, int]] = Counter()
+        self._late: Counter[tuple[int, int]] = Counter()
+        self._barred: dict[tuple[int, int], Failure] = {}
         self.fruitless = 0
         """Deaths in a row without anything being finished."""
 
     def forget_probe(self) -> None:
         """Another probe, with items of its own, has the same id."""
-        self._counts.clear()
+        for counts in (self._counts, self._late, self._barred):
+            counts.clear()
 
     def fruit(self, task: int) -> None:
         """A worker has finished a task, or handed over a part of it."""
         self.fruitless = 0
-        if self._counts:
-            for key in [key for key in self._counts if key[0] == task]:
-                del self._counts[key]
+        for counts in (self._counts, self._late):
+            if counts:
+                for key in [key for key in counts if key[0] == task]:
+                    del counts[key]
 
     def of(self, task: Task, ordinal: int, code: int) -> Failure | None:
         """A worker died at this item of a task: the failure it is, or None if the task is to be done again.
 
-        Where items may be skipped, one that killed twice is barred from the task.
+        Where items may be skipped, one that killed too often is barred from the task.
         """
         self._counts[task.id, ordinal] += 1
         if self._counts[task.id, ordinal] < DEATHS_AN_ITEM:
             return None
+        return self._end(task, ordinal, lost(task, ordinal, code), "")
+
+    def late(self, task: Task, ordinal: int, stack: str) -> Failure | None:
+        """A worker was ended because this item took too long: the failure it is, or None if the task is done again."""
+        self.fruitless = 0  # it was we who ended it
+        self._late[task.id, ordinal] += 1
+        if self._late[task.id, ordinal] < self._tries:
+            return None
+        return self._end(task, ordinal, too_late(task, ordinal, self._timeout_s), stack)
+
+    def _end(self, task: Task, ordinal: int, error: Exception, trace: str) -> Failure | None:
+        failure = Failure(ordinal if ordinal != Failure.COLLATING else Failure.BATCH, error, trace)
         barred = (*task.barred, ordinal)
         row = barred[-BARRED_IN_A_ROW:]
-        if self._skips and (len(row) < BARRED_IN_A_ROW or row[-1] - row[0] >= BARRED_IN_A_ROW):
-            task.barred = barred
-            self.fruitless = 0  # one item fewer to try
-            return None
-        return Failure(ordinal, lost(task, ordinal, code), "")
+        many = len(row) == BARRED_IN_A_ROW and row[-1] - row[0] < BARRED_IN_A_ROW
+        if not self._skips or many or failure.ordinal == Failure.BATCH:
+            return failure
+        task.barred = barred
+        self._barred[task.id, ordinal] = failure
+        # Samples of it that were handed over before are not to be skipped again: it will not give them.
+        first = task.skip - sum(task.handed.values()) if ordinal == 0 else 0
+        task.skip -= first + task.handed.pop(ordinal, 0)
+        self.fruitless = 0  # one item fewer to try
+        return None
+
+    def failures(self, task: Task) -> tuple[Failure, ...]:
+        """The items that were barred from a task, which is over now."""
+        return tuple(self._barred.pop((task.id, ordinal)) for ordinal in task.barred)
 
     def give_up(self, code: int, workers: int) -> WorkerLost | None:
         """Count a death; the error when there were too many without anything being finished."""
@@ -76,17 +103,30 @@ class Deaths:
         )
 
 
-def lost_failures(task: Task) -> tuple[Failure, ...]:
-    """The items of a task that were barred from it."""
-    return tuple(Failure(ordinal, lost(task, ordinal, None), "") for ordinal in task.barred)
+def too_late(task: Task, ordinal: int, timeout_s: float) -> LoadTimeout:
+    """The error for an item that took longer than it may."""
+    item, what = _at(task, ordinal)
+    return LoadTimeout(
+        f"{what} took longer than timeout={timeout_s:g} s, so its worker was stopped: give more time, or leave "
+        'such items out with on_error="skip"',
+        item=item,
+    )
 
 
-def lost(task: Task, ordinal: int, code: int | None) -> WorkerLost:
-    """The error for an item that its workers died of."""
+def _at(task: Task, ordinal: int) -> tuple[Any, str]:
+    """The item at a place of a task, and what was done to it, in words."""
+    if ordinal == Failure.COLLATING:
+        items = list(task.items) if task.items is not None else task.indices.tolist()
+        return items, f"collate_fn for the batch of {shown(items)}"
     item = task.items[ordinal] if task.items is not None else int(task.indices[ordinal])
-    how = manner(code) if code is not None else "a signal or exit"
+    return item, f"loading {shown(item)}"
+
+
+def lost(task: Task, ordinal: int, code: int) -> WorkerLost:
+    """The error for an item that its workers died of."""
+    item, what = _at(task, ordinal)
     oom = ""
-    if code is not None and manner(code) == "signal SIGKILL":
+    if manner(code) == "signal SIGKILL":
         kills = machine.oom_kills()
         oom = (
             f" (it looks like the out-of-memory killer: {kills} kills in this container)"
@@ -95,8 +135,8 @@ def lost(task: Task, ordinal: int, code: int | None) -> WorkerLost:
         )
         oom += f"; {format_bytes(machine.available_bytes())} are available now"
     return WorkerLost(
-        f"{DEATHS_AN_ITEM} workers died one after the other while loading {shown(item)}, with {how}{oom}: load it "
-        'alone to see why, or leave such items out with on_error="skip"',
+        f"{DEATHS_AN_ITEM} workers died one after the other while {what}, with {manner(code)}{oom}: do that alone "
+        'to see why, or leave such items out with on_error="skip"',
         item=item,
         exitcode=code,
     )

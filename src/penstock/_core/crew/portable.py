@@ -35,11 +35,12 @@ from penstock._core.crew import lives, probe_of
 from penstock._core.errors import PenstockError
 from penstock._core.fill import Filler, failure_of
 from penstock._core.limit import RETIRED, Limit
+from penstock._core.overdue import NOT_TIMED, RECORD, RECORD_BYTES, Overdue
 from penstock._core.program import Probe, Program, Setup
-from penstock._core.task import Grant, Reply, Status, Task
+from penstock._core.task import Busy, Grant, Reply, Status, Task
 from penstock._core.template import ONE_THREAD
 from penstock._core.wire import decode_reply, decode_task, encode_reply, encode_task, ident_of
-from penstock._core.worker import RECORD, RECORD_BYTES, probed, settle
+from penstock._core.worker import probed, settle
 
 __all__ = ["PortableCrew", "run"]
 
@@ -76,6 +77,8 @@ class _Worker:
     """Whether the first of them waits for a grant."""
     yielding: bool = False
     """Whether it was told to give up the first of them, and has not answered yet."""
+    late: tuple[int, int] | None = None
+    """For what it was ended: task and item as in its record."""
 
 
 class PortableCrew:
@@ -91,6 +94,7 @@ class PortableCrew:
         self._forks = method == "fork"
         self._program: Program | bytes = program if self._forks else lives.pickled(program)
         self._deaths = lives.Deaths(program)
+        self._overdue = Overdue(program.timeout_s) if program.timeout_s is not None else None
         self._owner = os.getpid()
         self._workers: dict[int, _Worker] = {}
         self._setup: bytes | None = None
@@ -176,6 +180,15 @@ class PortableCrew:
         """The workers."""
         return [worker.pid for worker in list(self._workers.values())]
 
+    def busy(self) -> list[Busy]:
+        """What each worker is at, by its record."""
+        records = ((number, *self._record(number)) for number in list(self._workers))
+        return [Busy(number, held - 1, ordinal) for number, held, ordinal, _ in records if held]
+
+    def stack(self, worker: int) -> str:  # noqa: ARG002 - the interface
+        """Not known here: no signal that every system has makes a process tell."""
+        return ""
+
     def close(self) -> None:
         """Stop the workers; when this returns they are gone."""
         if os.getpid() != self._owner:  # forked off: none of it is ours
@@ -214,7 +227,7 @@ class PortableCrew:
                     if worker.up and worker.told == worker.followed:  # one message at a time: its pipe is small
                         self._tell(worker)
                 self._give_out()
-                self._look(connection.wait(self._ears(), LOOK_S))
+                self._look(connection.wait(self._ears(), min(LOOK_S, self._end_late())))
         except BaseException as error:  # noqa: BLE001 - raised where the consumer is
             self._error = error
             self._replies.put(None)
@@ -224,6 +237,21 @@ class PortableCrew:
                 self._bell.poll(None)
                 self._hear_bell()
             self._shut()
+
+    def _end_late(self) -> float:
+        """End workers that take too long for an item; the seconds after which to look again."""
+        if self._overdue is None:
+            return LOOK_S
+        records = {number: self._record(number) for number, worker in self._workers.items() if worker.late is None}
+        verdict = self._overdue.look(time.monotonic(), records)
+        for number in verdict.end:
+            self._workers[number].late = self._overdue.late(number)
+            self._workers[number].process.kill()
+        return verdict.again_s
+
+    def _record(self, number: int) -> tuple[int, int, float]:
+        record: tuple[int, int, float] = RECORD.unpack_from(self._control, self._control_at + number * RECORD_BYTES)
+        return record
 
     def _shut(self) -> None:
         self._bell.close()
@@ -347,13 +375,13 @@ class PortableCrew:
         if reply.status is Status.MORE:
             worker.waiting = True
             if reply.body is not None:
-                task.skip += reply.rows
+                task.note_handed(reply)
         else:
             worker.given.popleft()
             if worker.yielding:  # this is only to say that it has
                 worker.yielding = False
                 return
-            reply.failures += lives.lost_failures(task)
+            reply.failures += self._deaths.failures(task)
         self._replies.put(reply)
 
     def _send(self, worker: _Worker, data: bytes) -> None:
@@ -406,7 +434,7 @@ class PortableCrew:
         code = worker.process.exitcode or 0
         worker.pipe.close()
         _forget(worker.process)
-        held, ordinal, _ = RECORD.unpack_from(self._control, self._control_at + worker.number * RECORD_BYTES)
+        held, ordinal, _ = self._record(worker.number)
         given = list(worker.given)
         if worker.waiting:
             task = given.pop(0)
@@ -414,13 +442,20 @@ class PortableCrew:
         elif worker.yielding:
             given.pop(0)
         for task in reversed(given):
-            failure = self._deaths.of(task, ordinal, code) if task.id == held - 1 else None
+            failure = None
+            if task.id != held - 1:
+                pass
+            elif worker.late is None:
+                failure = self._deaths.of(task, ordinal, code)
+            elif worker.late == (held, ordinal):  # else it was done with that at the last moment, and is not to blame
+                failure = self._deaths.late(task, ordinal, "")
             if failure is None:
                 self._tasks.appendleft(task)
             else:
-                self._replies.put(Reply(task.id, worker.number, Status.FAILED, body=failure))
+                barred = self._deaths.failures(task)
+                self._replies.put(Reply(task.id, worker.number, Status.FAILED, body=failure, failures=barred))
         del self._workers[worker.number]
-        if code != RETIRED and (hopeless := self._deaths.give_up(code, len(self._workers) + 1)):
+        if code != RETIRED and worker.late is None and (hopeless := self._deaths.give_up(code, len(self._workers) + 1)):
             raise hopeless
         self.restarts += 1
         self._make(worker.number)
@@ -568,9 +603,13 @@ class _Desk:
         RECORD.pack_into(self._memory, self._at, self._current, ordinal, time.monotonic())
 
     def _ask(self, reply: Reply) -> Grant:
+        _, ordinal, begun = RECORD.unpack_from(self._memory, self._at)
+        spent_s = time.monotonic() - begun
+        RECORD.pack_into(self._memory, self._at, self._current, ordinal, NOT_TIMED)
         self._reply(reply)
         while (grant := self._obey(self._pipe.recv_bytes())) is None:
             pass
+        RECORD.pack_into(self._memory, self._at, self._current, ordinal, time.monotonic() - spent_s)
         return grant
 
     def _obey(self, message: bytes) -> Grant | None:

@@ -17,6 +17,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from typing import Any, Final
 
@@ -26,19 +27,22 @@ from penstock._core import template
 from penstock._core.arena import CONTROL_BYTES, Arena
 from penstock._core.channel import Channel, pair
 from penstock._core.crew import probe_of
-from penstock._core.crew.lives import FRUITLESS_DEATHS, PROBE, Deaths, cannot_start, lost_failures, manner, pickled
+from penstock._core.crew.lives import FRUITLESS_DEATHS, PROBE, Deaths, cannot_start, manner, pickled
 from penstock._core.errors import PenstockError, WorkerLost
 from penstock._core.limit import RETIRED
+from penstock._core.overdue import RECORD, RECORD_BYTES
 from penstock._core.pickles import introduce
 from penstock._core.program import Probe, Program, Setup
-from penstock._core.task import Grant, Reply, Status, Task
+from penstock._core.stacks import Stacks
+from penstock._core.task import Busy, Failure, Grant, Reply, Status, Task
 from penstock._core.wire import decode_reply, encode_task, ident_of
-from penstock._core.worker import RECORD, RECORD_BYTES, leave
+from penstock._core.worker import leave
 
 __all__ = ["MOST_WORKERS", "ProcessCrew"]
 
 MOST_WORKERS: Final = CONTROL_BYTES // RECORD_BYTES
 CLOSE_S: Final = 5.0
+STACK_S: Final = 0.2  # for a worker to write down where it is
 
 
 class ProcessCrew:
@@ -54,6 +58,7 @@ class ProcessCrew:
         self._pickled = pickled(program) if self._method != "fork" else b""
         self.arena = Arena(shared=True)
         self._control, self._control_at = self.arena.window(0, CONTROL_BYTES)
+        self._stacks = Stacks()
         self._tasks, self._queue = pair()
         self._replies, self._replies_out = pair()
         self._owns: dict[int, Channel] = {}
@@ -172,6 +177,19 @@ class ProcessCrew:
         """The template and its workers."""
         return [self._template_pid, *self._pids.values()] if self._template_fd >= 0 else []
 
+    def busy(self) -> list[Busy]:
+        """What each worker is at, by its record."""
+        records = ((number, *self._record(number)) for number in self._pids)
+        return [Busy(number, held - 1, ordinal) for number, held, ordinal, _ in records if held]
+
+    def stack(self, worker: int) -> str:
+        """Where a worker is; it answers also when it hangs in C code."""
+        assert self._orders is not None
+        with contextlib.suppress(OSError):  # the template died: told by its pidfd
+            self._orders.send_with_fd(pickle.dumps(("stack", worker)))
+            time.sleep(STACK_S)
+        return self._stacks.read(worker)
+
     def close(self) -> None:
         """Stop template and workers; when this returns they are gone."""
         if self._closed:
@@ -192,7 +210,12 @@ class ProcessCrew:
         self._outstanding.clear()
         self._backlog.clear()
         self._control = None  # a mapping keeps the whole arena
+        self._stacks.close()
         self.arena.close()
+
+    def _record(self, number: int) -> tuple[int, int, float]:
+        record: tuple[int, int, float] = RECORD.unpack_from(self._control, self._control_at + number * RECORD_BYTES)
+        return record
 
     # ---- template and workers
 
@@ -204,10 +227,12 @@ class ProcessCrew:
             "tasks": self._queue.fileno(),
             "replies": self._replies_out.fileno(),
             "arena": self.arena.fd,
+            "stacks": self._stacks.fd,
             "program": self._pickled,
             "fork": self._method != "spawn",
+            "timeout": self._program.timeout_s,
         }
-        keep = tuple(birth[key] for key in ("orders", "tasks", "replies", "arena"))
+        keep = tuple(birth[key] for key in ("orders", "tasks", "replies", "arena", "stacks"))
         if self._method == "fork":
             introduce(self._program.load)
             self._template_pid = os.fork()
@@ -311,11 +336,11 @@ class ProcessCrew:
         if reply.status is Status.MORE:
             self._waiting[reply.worker] = reply.task
             if reply.body is not None:
-                task.skip += reply.rows
+                task.note_handed(reply)
         else:
             del self._outstanding[reply.task]
             self._given_up.discard(reply.task)
-            reply.failures += lost_failures(task)
+            reply.failures += self._deaths.failures(task)
         self._events.append(reply)
 
     def _read_notices(self) -> None:
@@ -338,12 +363,15 @@ class ProcessCrew:
             elif word == "absent":
                 raise cannot_start(*rest)
             elif word == "exit":
-                number, _, code = rest
+                number, _, code, late = rest
                 self._read_replies()  # what it said before it died counts
-                self._died(number, code)
+                self._died(number, code, late)
 
-    def _died(self, number: int, code: int) -> None:
-        """A worker is gone for good: what it held is given to another, and so is its place."""
+    def _died(self, number: int, code: int, late: tuple[int, int] | None) -> None:
+        """A worker is gone for good: what it held is given to another, and so is its place.
+
+        ``late`` is for what it was ended: task and item as in its record.
+        """
         self._pids.pop(number, None)
         waiting = self._waiting.pop(number, None)
         yielded = self._yielding.pop(number, None)
@@ -354,26 +382,33 @@ class ProcessCrew:
             self._make(number)
             self._resolve_suspects()
             return
-        held, ordinal, _ = RECORD.unpack_from(self._control, self._control_at + number * RECORD_BYTES)
+        held, ordinal, _ = self._record(number)
         if waiting is not None:
             self._parked.add(waiting)
         elif held == 0:
             self._look_for_lost(number)
-        elif held - 1 in self._outstanding and held - 1 != yielded:
-            self._again(held - 1, ordinal, code)  # one that yielded has it no more, whatever its record says
+        elif held - 1 in self._outstanding and held - 1 != yielded:  # one that yielded has it no more
+            task = self._outstanding[held - 1]
+            failure = None
+            if task.id in self._given_up:
+                pass
+            elif late is None:
+                failure = self._deaths.of(task, ordinal, code)
+            elif late == (held, ordinal):  # else it was done with that at the last moment, and is not to blame
+                failure = self._deaths.late(task, ordinal, self._stacks.read(number))
+            self._again(task, failure)
         self.restarts += 1
         self._make(number)
         self._resolve_suspects()
-        if hopeless := self._deaths.give_up(code, len(self._owns)):
+        if late is None and (hopeless := self._deaths.give_up(code, len(self._owns))):
             raise hopeless
 
-    def _again(self, ident: int, ordinal: int, code: int) -> None:
-        task = self._outstanding[ident]
+    def _again(self, task: Task, failure: Failure | None) -> None:
+        ident = task.id
         self._suspects.discard(ident)  # it is found: given out twice, it would be written when its slot is another's
-        failure = self._deaths.of(task, ordinal, code) if ident not in self._given_up else None
         if failure is not None:
             del self._outstanding[ident]
-            self._events.append(Reply(ident, 0, Status.FAILED, body=failure))
+            self._events.append(Reply(ident, 0, Status.FAILED, body=failure, failures=self._deaths.failures(task)))
         elif ident != PROBE:  # worker 0 is told again when it is made
             self._hand_out(task)
 
@@ -436,7 +471,7 @@ class ProcessCrew:
     def _held(self) -> set[int]:
         held = {*self._waiting.values(), *self._parked}
         for number in self._owns:
-            task, _, _ = RECORD.unpack_from(self._control, self._control_at + number * RECORD_BYTES)
+            task, _, _ = self._record(number)
             if task:
                 held.add(task - 1)
         return held

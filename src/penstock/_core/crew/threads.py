@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
+import traceback
 
 from penstock._core import context
 from penstock._core.arena import Arena
 from penstock._core.fill import Filler, Room, SampleGauge, failure_of
 from penstock._core.program import Probe, Program, Setup
-from penstock._core.task import Grant, Reply, Status, Task
+from penstock._core.stacks import users_part
+from penstock._core.task import Busy, Grant, Reply, Status, Task
 
 __all__ = ["ThreadCrew"]
 
@@ -37,6 +40,7 @@ class ThreadCrew:
         self._grants: list[queue.SimpleQueue[Grant]] = []
         self._threads: list[threading.Thread] = []
         self._taken: list[Reply | None] = []
+        self._at: dict[int, Busy] = {}
 
     def probe(self, task: Task) -> Probe | None:
         """Load a few items in this thread."""
@@ -51,7 +55,7 @@ class ThreadCrew:
             info = context.WorkerInfo(number, setup.workers)
             thread = threading.Thread(
                 target=_work,
-                args=(filler, info, self._tasks, self._replies, self._grants[number], self._closed),
+                args=(filler, info, self._tasks, self._replies, self._grants[number], self._closed, self._at),
                 name=f"penstock-{number}",
                 daemon=True,
             )
@@ -96,6 +100,15 @@ class ThreadCrew:
         """No process of its own."""
         return []
 
+    def busy(self) -> list[Busy]:
+        """What each thread is at."""
+        return list(self._at.values())
+
+    def stack(self, worker: int) -> str:
+        """Where a thread is."""
+        frame = sys._current_frames().get(self._threads[worker].ident or 0)
+        return users_part([line.rstrip() for line in traceback.format_stack(frame)]) if frame is not None else ""
+
     def close(self) -> None:
         """Let every thread end."""
         self._closed.set()
@@ -121,12 +134,16 @@ def _work(
     replies: queue.SimpleQueue[Reply | None],
     grants: queue.SimpleQueue[Grant],
     closed: threading.Event,
+    at: dict[int, Busy],
 ) -> None:
     context.set_worker(info)
+    task: Task | None = None
 
-    def beat(_: int) -> None:
+    def beat(ordinal: int) -> None:
         if closed.is_set():  # between two items of a task that nobody waits for any more
             raise Room
+        if task is not None:
+            at[info.id] = Busy(info.id, task.id, ordinal)
 
     filler.beat = beat
 
@@ -141,5 +158,7 @@ def _work(
             item = task.items[0] if task.items else int(task.indices[0])
             reply = Reply(task.id, info.id, Status.FAILED, body=failure_of(error, 0, item))
         replies.put(reply)
+        at.pop(info.id, None)
         # The next task may be long in coming, and these would keep its items and arrays alive.
-        del task, reply
+        task = None
+        del reply
