@@ -235,7 +235,7 @@ def test_an_item_that_always_kills_is_skipped_if_asked_for(place: str, method: A
     feed, samples, victim = feed_of(place, "SIGKILL", None, on_error="skip", start_method=method)
     samples.remove(victim or 0)
     with feed:
-        batches = list(feed)
+        batches = [batch.copy() for batch in feed]
         assert np.concatenate(batches)[:, 0].tolist() == samples
         assert [len(batch) for batch in batches] == [4] * 11 + [3]
         (item, error) = feed.stats.skipped[0]

@@ -18,6 +18,7 @@ import optree
 
 from penstock._core import context
 from penstock._core.batch import Assembler, nbytes_of, packed_batch, rows_batch
+from penstock._core.bookmark import Bookmark
 from penstock._core.engine import Chunk, Engine, Unit, error_of
 from penstock._core.errors import LoadError, SpecError, shown
 from penstock._core.fill import COLLATE_INDEX, recast
@@ -29,7 +30,7 @@ from penstock._core.spec import NAMESPACE, flatten
 from penstock._core.stats import Stats
 from penstock._core.task import Mode
 
-__all__ = ["Epoch", "Place", "ResourceHeld"]
+__all__ = ["Epoch", "ResourceHeld"]
 
 # So many items in a row that are skipped mean that all will be.
 SKIPS_IN_A_ROW: Final = 100
@@ -39,24 +40,6 @@ class ResourceHeld(UserWarning):
     """Batches are handed out as copies because the consumer keeps too many."""
 
 
-@dataclasses.dataclass(slots=True)
-class Place:
-    """How far a feed has been handed out: all that a resumed one must know."""
-
-    epoch: int = 0
-    position: int = 0
-    """Items handed out in full, in this rank's order."""
-    inside: int = 0
-    """Samples of the next item that were handed out too."""
-    skips_in_a_row: int = 0
-    resume: tuple[int, int] = (0, 0)
-    """Position and inside at which the next iteration begins."""
-
-    def move(self, epoch: int, position: int, inside: int) -> None:
-        """This is what was handed out last."""
-        self.epoch, self.position, self.inside = epoch, position, inside
-
-
 class Epoch:
     """One pass over the items of a feed; an iterator of batches."""
 
@@ -64,7 +47,7 @@ class Epoch:
         self,
         launched: Launched | None,
         schedule: Schedule,
-        place: Place,
+        place: Bookmark,
         *,
         stats: Stats,
         number: int,
@@ -82,6 +65,7 @@ class Epoch:
         """Which run of the engine it belongs to: the next epoch may share it."""
         self.number = number
         """Which epoch this is."""
+        self._base, self._inside = place.base, place.inside
         self._turn = threading.Lock()
         self._over = launched is None
         self.complete = False
@@ -95,7 +79,7 @@ class Epoch:
         return self
 
     def __len__(self) -> int:
-        samples = self._schedule.samples
+        samples = self._schedule.samples_from(self._base, self._inside)
         if samples is None:
             raise TypeError("how many batches this epoch has is known only afterwards")
         if self._launched is None:
@@ -157,7 +141,7 @@ class Epoch:
             if found is None:
                 if len(self._assembler) and not launched.options.drop_last:
                     return self._assembled(len(self._assembler))
-                self._place.move(self.number + 1, 0, 0)
+                self._place.begin(self.number + 1, 0, 0)
                 self._over = True
                 self.complete = True
                 raise StopIteration

@@ -7,6 +7,7 @@ engine obey.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import warnings
@@ -15,10 +16,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
 from penstock._core import machine
+from penstock._core.bookmark import VERSION, Bookmark, check_saved, write_skipped
 from penstock._core.budget import Size, format_bytes, parse_size
 from penstock._core.engine import Engine
-from penstock._core.epoch import Epoch, Place
+from penstock._core.epoch import Epoch
 from penstock._core.errors import FeedClosed
+from penstock._core.fingerprint import fingerprint
+from penstock._core.items import Stream
 from penstock._core.launch import Launched, launch
 from penstock._core.options import OnError, Options, check_count
 from penstock._core.plan import Footprint, Plan, Request, solve
@@ -90,7 +94,7 @@ class Feed:
         samples_per_item: int | None = 1,
         on_error: OnError = "raise",
         timeout: float | None = None,
-        shard: tuple[int, int] | None = None,
+        shard: tuple[int, int] | Literal["auto"] | None = None,
         cache: str | os.PathLike[str] | None = None,
         to: str = "numpy",
         device_memory: Size | None = None,
@@ -117,7 +121,7 @@ class Feed:
             unbuilt={"cache": cache, "device_memory": device_memory},
         )
         self._schedule = Schedule(options)
-        self._place = Place()
+        self._place = Bookmark(options.world)
         self._stats = Stats()
         self._launched: Launched | None = None
         self._closed = False
@@ -196,8 +200,8 @@ class Feed:
         """Let the next iteration be this epoch, from its start."""
         check_count("epoch", epoch, least=0)
         self._next_epoch = int(epoch)
+        self._place.begin(self._next_epoch, 0, 0)
         self._place.resume = (0, 0)
-        self._place.move(self._next_epoch, 0, 0)
 
     def close(self) -> None:
         """End the workers. Batches that are alive stay right; iterating again raises ``FeedClosed``."""
@@ -216,39 +220,65 @@ class Feed:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the feed is, as a small JSON-able dict: what was handed out counts, what was read ahead does not."""
-        place = self._place
-        epoch, position, inside = place.epoch, place.position, place.inside
-        if position and not self._options.streams and inside == 0 and position >= self._end(epoch):
-            epoch, position = epoch + 1, 0
+        here = self._place
+        epoch, place, inside = here.epoch, here.place, here.inside
+        if here.position and not self._options.streams and inside == 0 and here.position >= self._end(epoch):
+            epoch, place = epoch + 1, 0
+        skipped = self._stats.skipped
         return {
-            "version": 1,
+            "version": VERSION,
             "epoch": epoch,
-            "position": position * self._options.world,
+            "position": place,
             "inside": inside,
+            "world": self._options.world,
+            "drawn": here.drawn + here.place,
+            "window": self._launched.cut.window if self._launched is not None and self._windowed else None,
             **self._identity(),
+            "skipped": write_skipped(skipped),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken, with exactly the next sample."""
-        if not isinstance(state, dict):
-            raise TypeError(f"a state is the dict that state_dict() gave, not a {type(state).__name__}")
-        if state.get("version") != 1:
-            raise ValueError(f"a state of version {state.get('version')!r} cannot be read here: version 1 is known")
-        for name, mine in self._identity().items():
-            if state.get(name) != mine:
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
+        """Continue where ``state_dict`` was taken, with exactly the next sample.
+
+        Workers, batch size, executor, budget and the number of ranks may be others than then. With ``strict=False`` the
+        items may look different too (paths that moved), as long as there are as many: the order is by place.
+        """
+        saved = check_saved(state, self._identity(), world=self._options.world, strict=strict)
+        self._end_current()
+        if isinstance(items := self._options.items, Stream) and not items.restarts:
+            given = self._place.drawn + self._place.place
+            if saved.drawn < given:
                 raise ValueError(
-                    f"this state belongs to another feed: its {name} is {state.get(name)!r}, here it is {mine!r}; make "
-                    "the feed with the same items, seed and shuffle as before"
+                    f"this stream of items has given {given}, and the state goes on after {saved.drawn}: a one-time "
+                    "stream cannot go back, make the feed with a fresh one"
                 )
-        position, rest = divmod(int(state["position"]), self._options.world)
-        if rest:
-            raise ValueError(f"position {state['position']} cannot be divided among {self._options.world} ranks")
-        self._next_epoch = int(state["epoch"])
-        self._place.resume = (position, int(state["inside"]))
-        self._place.move(self._next_epoch, position, int(state["inside"]))
+            items.skip(saved.drawn - given)
+            self._place.drawn = saved.drawn - saved.place
+        if saved.window is not None and self._launched is not None and saved.window != self._launched.cut.window:
+            raise ValueError(
+                f"this state was shuffled in a window of {saved.window} items, and this feed is at work with one of "
+                f"{self._launched.cut.window}: load the state into a feed that has not begun"
+            )
+        self._schedule.window = saved.window
+        self._next_epoch = saved.epoch
+        self._place.go_to(saved.epoch, saved.place, saved.inside)
+        self._stats.skipped[:] = saved.skipped
+
+    @property
+    def _windowed(self) -> bool:
+        return self._options.streams and self._options.shuffle
+
+    @functools.cached_property
+    def _fingerprint(self) -> str | None:
+        return fingerprint(self._options.items)
 
     def _identity(self) -> dict[str, Any]:
-        return {"seed": self._options.seed, "shuffle": self._options.shuffle, "length": self._schedule.length}
+        return {
+            "seed": self._options.seed,
+            "shuffle": self._options.shuffle,
+            "length": self._schedule.length,
+            "items": self._fingerprint,
+        }
 
     # ---- within
 
@@ -258,7 +288,7 @@ class Feed:
 
     def _end(self, epoch: int) -> int:
         """The position at which an epoch has given its last batch."""
-        end = len(self._schedule.order(epoch))
+        end = len(self._schedule.order(epoch, self._place.base))
         if self._options.drop_last and self._options.each is not None and self._launched is not None:
             end -= max(0, self._launched.plan.batch_size - 1) // self._options.each
         return max(0, end)
@@ -266,11 +296,10 @@ class Feed:
     def _begin(self, number: int, last: int) -> Epoch:
         if self._closed:
             raise FeedClosed("the feed was closed: make a new one to go on")
-        if self._current is not None and (older := self._current()) is not None:
-            older.give_back()  # not closed: whoever goes on with it is told by LeaseError, not by an early end
+        self._end_current()
         place = self._place
-        position, inside = place.resume
-        place.move(number, position, inside)
+        base, inside = place.resume
+        place.begin(number, base, inside)
         if (self._launched is None or not self._options.streams) and self._schedule.is_empty():
             place.resume = (0, 0)
             self._next_epoch = number + 1
@@ -279,10 +308,14 @@ class Feed:
         launched = self._prepare()
         place.resume = (0, 0)
         self._next_epoch = number + 1
-        starts = itertools.chain([(number, position, inside)], ((n, 0, 0) for n in range(number + 1, last + 1)))
+        starts = itertools.chain([(number, base, inside)], ((n, 0, 0) for n in range(number + 1, last + 1)))
         units = itertools.chain.from_iterable(self._schedule.units(launched.cut, *start) for start in starts)
         run = launched.engine.begin(units, ahead=0 if self._options.streams else 1)
         return self._epoch_of(launched, number, run)
+
+    def _end_current(self) -> None:
+        if self._current is not None and (older := self._current()) is not None:
+            older.give_back()  # not closed: whoever goes on with it is told by LeaseError, not by an early end
 
     def _epoch_of(self, launched: Launched | None, number: int, run: int) -> Epoch:
         stats = self._stats
@@ -299,10 +332,8 @@ class Feed:
         if self._finalizer is not None:  # Ctrl-C came in the middle of something: begin anew, or a reply may be missed
             self._finalizer()
             self._launched = None
-        position, inside = self._place.resume
-        launched = launch(
-            self._options, self._schedule, self._stats, epoch=self._next_epoch, position=position, inside=inside
-        )
+        base, inside = self._place.resume
+        launched = launch(self._options, self._schedule, self._stats, epoch=self._next_epoch, base=base, inside=inside)
         self._launched = launched
         self._finalizer = weakref.finalize(self, launched.engine.close)
         return launched

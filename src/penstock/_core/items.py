@@ -56,20 +56,33 @@ class Stream:
         self._peeked: deque[Any] = deque()
         self._back: deque[Any] = deque()
         self._flow: Iterator[Any] | None = None
+        self._to_skip = 0
 
     @property
     def restarts(self) -> bool:
         """Whether a new epoch begins at the start again."""
         return not self._once
 
-    def begin(self, window: int | None, seed: int, epoch: int) -> Iterator[Any]:
-        """The items of an epoch, in order or drawn from a shuffle window."""
+    def begin(self, window: int | None, seed: int, epoch: int, base: int) -> Iterator[Any]:
+        """The items of an epoch from a place on, in order or drawn from a shuffle window.
+
+        What comes before is pulled and let go. A one-time stream is where it is, but for what ``skip`` says.
+        """
         if not self._once:
-            return iter(self._items) if window is None else windowed(self._items, window, seed=seed, epoch=epoch)
+            items = iter(self._items) if window is None else windowed(self._items, window, seed=seed, epoch=epoch)
+            return itertools.islice(items, base, None) if base else items
         if self._flow is None:  # one window for the whole life of the stream, or what waits in it would be lost
             raw = self._pull(self._peeked, self._raw)
-            self._flow = raw if window is None else windowed(raw, window, seed=seed, epoch=epoch)
-        return self._pull(self._back, self._flow)
+            self._flow = raw if window is None else windowed(raw, window, seed=seed, epoch=0)
+        items = self._pull(self._back, self._flow)
+        while self._to_skip:
+            self._to_skip -= 1
+            next(items, None)
+        return items
+
+    def skip(self, count: int) -> None:
+        """So many items of a one-time stream were handed out by an earlier run: the next epoch begins after them."""
+        self._to_skip = count
 
     def give_back(self, items: Iterable[Any]) -> None:
         """Items that were pulled and not handed out: the next epoch of a one-time stream begins with them."""

@@ -56,20 +56,20 @@ class Launched:
     trees: Trees = dataclasses.field(default_factory=Trees)
 
 
-def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, position: int, inside: int) -> Launched:
-    """Make everything ready for an epoch that goes on from a position; raises what the first items show to be wrong."""
+def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, base: int, inside: int) -> Launched:
+    """Make everything ready for an epoch that goes on from a place; raises what the first items show to be wrong."""
     program = _program(options, inside)
     crew: Crew | None = None
-    planner = _Planner(options, schedule, program, _item_bytes(options, schedule, epoch, position))
+    planner = _Planner(options, schedule, program, _item_bytes(options, schedule, epoch, base))
     try:
         if program.load is None and options.collate is None:
-            crew, probe = InlineCrew(program), _probe_source(options, schedule, epoch, position)
+            crew, probe = InlineCrew(program), _probe_source(options, schedule, epoch, base)
         else:
             if isinstance(program.load, Into):
                 # A declared spec needs no sample: what cannot fit is refused before anything is started.
                 planner.solve(Probe(program.load.spec, 0, 1e-3, 1e-3, 0, 0), None)
             crew = _make_crew(options, program, options.num_workers)
-            probe = _probe(options, schedule, crew, epoch, position)
+            probe = _probe(options, schedule, crew, epoch, base)
         plan, slot_size = planner.solve(probe, crew)
         if isinstance(crew, InlineCrew) != (plan.workers == 0):
             crew.close()
@@ -130,13 +130,13 @@ def _make_crew(options: Options, program: Program, workers: int | None) -> Crew:
     return process_crew(program, options.start_method)
 
 
-def _probe(options: Options, schedule: Schedule, crew: Crew, epoch: int, position: int) -> Probe:
+def _probe(options: Options, schedule: Schedule, crew: Crew, epoch: int, base: int) -> Probe:
     """Have items loaded until one gives a sample: the form of it, and what it cost."""
     batch = PROBE_ITEMS if options.batch_size == "max" else min(PROBE_ITEMS, options.batch_size)
     # Streams are not read ahead for this: what they gave cannot be put back into whatever makes them.
     start, size = 0, 1 if options.streams else batch
     while True:
-        indices, items = schedule.first(epoch, start if options.streams else start + position, size)
+        indices, items = schedule.first(epoch, base, start=start, size=size)
         if len(indices) == 0:
             raise PenstockError(
                 f"none of the {start} items gives a sample, so there is nothing to plan for: check what load yields"
@@ -152,14 +152,14 @@ def _probe(options: Options, schedule: Schedule, crew: Crew, epoch: int, positio
         start, size = start + len(indices), 2 * size
 
 
-def _probe_source(options: Options, schedule: Schedule, epoch: int, position: int) -> Probe:
+def _probe_source(options: Options, schedule: Schedule, epoch: int, base: int) -> Probe:
     """A source knows the form of its samples; only reading from files has to be timed."""
     source = options.source
     assert source is not None
     spec = source.spec().cast(options.cast)
     seconds = 0.0
     if not source.in_memory and len(source):
-        indices, _ = schedule.first(epoch, position, PROBE_ITEMS)
+        indices, _ = schedule.first(epoch, base, start=0, size=PROBE_ITEMS)
         out = [np.empty((len(indices), *leaf.shape), leaf.stored) for leaf in spec.leaves]
         began = time.perf_counter()
         source.reader().read_into(indices, out, spec.leaves)
@@ -167,8 +167,8 @@ def _probe_source(options: Options, schedule: Schedule, epoch: int, position: in
     return Probe(spec, 0, seconds, seconds, 2 * spec.sample_bytes, 0)
 
 
-def _item_bytes(options: Options, schedule: Schedule, epoch: int, position: int) -> int:
-    _, items = schedule.first(epoch, 0 if options.streams else position, 1)
+def _item_bytes(options: Options, schedule: Schedule, epoch: int, base: int) -> int:
+    _, items = schedule.first(epoch, base, start=0, size=1)
     if not items:
         return 8
     if not options.in_processes:
@@ -184,7 +184,7 @@ class _Planner:
         self._schedule = schedule
         self._program = program
         self._item_bytes = item_bytes
-        self._window = _window(options.memory, item_bytes)
+        self._window = schedule.window or _window(options.memory, item_bytes)
 
     def cut(self, plan: Plan) -> Cut:
         """How epochs are cut under this plan."""

@@ -6,13 +6,16 @@ Everything wrong with an argument is said here, at once, before anything is star
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from penstock._core.device import door
+from penstock._core.errors import shown
 from penstock._core.items import Picker, Stream, sort_out
 from penstock._core.program import Into, Pad, Retry
 from penstock._core.source import Source
@@ -146,13 +149,42 @@ class Options:
 def _shard(shard: Any) -> tuple[int, int]:
     if shard is None:
         return 0, 1
-    if shard == "auto":
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        return int(os.environ.get("RANK", "0")), world
-    rank, world = shard
+    if isinstance(shard, str):
+        if shard != "auto":
+            raise ValueError(f'shard={shard!r} is not known: give (rank, world), "auto" or None')
+        return _own_rank()
+    try:
+        rank, world = (operator.index(number) for number in shard)
+    except (TypeError, ValueError):
+        raise TypeError(f'shard={shard!r} must be (rank, world), two ints, or "auto" or None') from None
     if not 0 <= rank < world:
         raise ValueError(f"shard={shard!r}: give (rank, world) with rank from 0 to world - 1")
-    return int(rank), int(world)
+    return rank, world
+
+
+def _own_rank() -> tuple[int, int]:
+    """Which rank this process is, of how many: asked of those who would know, and only if they are there already."""
+    torch: Any = sys.modules.get("torch.distributed")
+    if torch is not None and torch.is_available() and torch.is_initialized():
+        return int(torch.get_rank()), int(torch.get_world_size())
+    jax: Any = sys.modules.get("jax")
+    # Asked for its process count, JAX would start up its devices: only where it was told of others.
+    if jax is not None and jax.distributed.is_initialized():
+        return int(jax.process_index()), int(jax.process_count())
+    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if not given:
+        return 0, 1
+    try:
+        rank, world = int(given["RANK"]), int(given["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        rank, world = 0, 0
+    if not 0 <= rank < world:
+        said = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
+        raise ValueError(
+            f'shard="auto" found {said} in the environment, which is no rank: set RANK from 0 to WORLD_SIZE - 1 and '
+            "WORLD_SIZE, or give shard=(rank, world)"
+        )
+    return rank, world
 
 
 def _check_timeout(timeout: Any, load: Any, executor: str, num_workers: int | None) -> None:

@@ -164,7 +164,7 @@ class Order:
     There is one sequence for the whole world: the items as listed, or a permutation of them that depends on (seed,
     epoch). Ranks are dealt to in turn: position p of rank r is place ``p * world + r`` of that sequence. So the first k
     positions of all ranks together are the first ``k * world`` places, for any world: a job that goes on with
-    another number of ranks sees what the first one had not seen.
+    another number of ranks sees what the first one had not seen: it deals from place ``base`` on.
 
     Every rank walks the same number of positions, or collective operations would wait for ever. When the items do not
     divide evenly, the last places are filled from the start of the same sequence again (at most ``world - 1`` items
@@ -178,15 +178,19 @@ class Order:
     rank: int = 0
     world: int = 1
     drop: bool = False
+    base: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.base < 2**62:
+            raise ValueError(f"base={self.base} is not a place to begin at")
         if not 0 <= self.length < 2**62:
             raise ValueError(f"length={self.length} is not a number of items: it must be from 0 to 2**62 - 1")
         if self.world < 1 or not 0 <= self.rank < self.world:
             raise ValueError(f"rank {self.rank} of {self.world} does not exist: ranks go from 0 to world - 1")
 
     def __len__(self) -> int:
-        return self.length // self.world if self.drop else -(-self.length // self.world)
+        left = max(0, self.length - self.base)
+        return left // self.world if self.drop else -(-left // self.world)
 
     def indices(self, start: int, stop: int) -> NDArray[np.int64]:
         """The item index at each position of this rank from ``start`` to ``stop``, cut off at the end as slices are."""
@@ -198,8 +202,10 @@ class Order:
         places = np.arange(start, stop, dtype=np.int64)
         if self.world > 1:
             places *= self.world
-            places += self.rank
+            places += self.base + self.rank
             places %= self.length
+        elif self.base:
+            places += self.base
         if not self.shuffle:
             return places
         return Permutation(self.length, mix(_FOR_ORDER, self.seed, self.epoch))(places)

@@ -44,6 +44,8 @@ class Schedule:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._items = options.items
+        self.window: int | None = None
+        """The shuffle window of a stream, if a saved state says what it must be."""
 
     @property
     def length(self) -> int | None:
@@ -55,26 +57,30 @@ class Schedule:
     @property
     def samples(self) -> int | None:
         """Samples an epoch of this rank has; None where nobody knows beforehand."""
+        return self.samples_from(0, 0)
+
+    def samples_from(self, base: int, inside: int) -> int | None:
+        """The same for an epoch that goes on from a place, so many samples inside its item."""
         each = self._options.each
-        return None if self.length is None or each is None else len(self.order(0)) * each
+        return None if self.length is None or each is None else max(0, len(self.order(0, base)) * each - inside)
 
     def is_empty(self) -> bool:
         """Whether there is nothing at all; a stream is asked for its first item."""
         return not self._items.peek(0, 1) if isinstance(self._items, Stream) else self.length == 0
 
-    def order(self, epoch: int) -> Order:
-        """The order of an epoch; not for streams."""
+    def order(self, epoch: int, base: int = 0) -> Order:
+        """The order of an epoch from a place on; not for streams."""
         o = self._options
-        return Order(self.length or 0, o.shuffle, o.seed, epoch, o.rank, o.world, o.drop_last)
+        return Order(self.length or 0, o.shuffle, o.seed, epoch, o.rank, o.world, o.drop_last, base)
 
-    def first(self, epoch: int, start: int, size: int) -> tuple[Any, list[Any] | None]:
+    def first(self, epoch: int, base: int, *, start: int, size: int) -> tuple[Any, list[Any] | None]:
         """Some items that an epoch begins with, and their indices, without using them up: for probes."""
         if isinstance(self._items, Stream):
             items = self._items.peek(start, start + size)
             indices = np.arange(start, start + len(items), dtype=np.int64)
             # Drawn from a window or dealt to ranks they come at other places: below 0 they are taken for none of them.
             return ~indices if self._options.shuffle or self._options.world > 1 else indices, items
-        indices = self.order(epoch).indices(start, start + size)
+        indices = self.order(epoch, base).indices(start, start + size)
         return indices, self.pick(indices, travels=self._travels) if len(indices) else None
 
     @property
@@ -89,36 +95,33 @@ class Schedule:
         source = self._options.source
         return source.reader().read(indices) if travels and source is not None else None
 
-    def units(self, cut: Cut, epoch: int, position: int, inside: int) -> Iterator[Unit]:
-        """The units of an epoch from a position on; of its first item so many samples were handed out before."""
+    def units(self, cut: Cut, epoch: int, base: int, inside: int) -> Iterator[Unit]:
+        """The units of an epoch from a place on; of its first item so many samples were handed out before."""
         if isinstance(self._items, Stream):
-            yield from self._stream_units(self._items, cut, epoch, position, inside)
+            yield from self._stream_units(self._items, cut, epoch, base, inside)
             return
-        order = self.order(epoch)
+        order = self.order(epoch, base)
         end = len(order)
         if self._options.drop_last and cut.exact:
-            end -= (end - position) % cut.batch_items
+            end -= end % cut.batch_items
         # The order is computed for many positions at once: numpy's overhead is that of a batch, the work is not.
         size = cut.unit_items
         block = size * max(1, ORDER_BLOCK // size)
         ahead = np.empty(0, np.int64)
-        for start in range(position, end, size):
-            at = (start - position) % block
+        for start in range(0, end, size):
+            at = start % block
             if at == 0:
                 ahead = order.indices(start, min(start + block, end))
             indices = ahead[at : at + size]
             items = self.pick(indices, travels=cut.travels)
-            yield Unit(epoch, start, indices, items, inside if start == position else 0)
+            yield Unit(epoch, start, indices, items, inside if start == 0 else 0)
 
-    def _stream_units(self, stream: Stream, cut: Cut, epoch: int, position: int, inside: int) -> Iterator[Unit]:
+    def _stream_units(self, stream: Stream, cut: Cut, epoch: int, base: int, inside: int) -> Iterator[Unit]:
         o = self._options
-        items = stream.begin(cut.window if o.shuffle else None, o.seed, epoch)
-        if stream.restarts:
-            for _ in range(position):
-                next(items, None)
+        items = stream.begin(cut.window if o.shuffle else None, o.seed, epoch, base)
         if o.world > 1:
             items = _every(items, o.rank, o.world)
-        start = position
+        start = 0
         while True:
             pulled: list[Any] = []
             # Not islice: the items pulled so far must not be lost if the stream raises.
@@ -132,8 +135,8 @@ class Schedule:
                 raise stream_error(error, start + len(pulled)) from error
             if not pulled or (o.drop_last and cut.exact and len(pulled) < cut.unit_items):
                 return
-            indices = np.arange(start, start + len(pulled), dtype=np.int64)
-            yield Unit(epoch, start, indices, pulled, inside if start == position else 0)
+            indices = base + o.rank + o.world * np.arange(start, start + len(pulled), dtype=np.int64)
+            yield Unit(epoch, start, indices, pulled, inside if start == 0 else 0)
             start += len(pulled)
 
     def take_back(self, units: list[Unit], position: int) -> bool:

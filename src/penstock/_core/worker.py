@@ -64,8 +64,16 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
 
     begun = memoryview(memory)[at + 16 : at + 24].cast("d")
 
+    def in_time() -> float:
+        spent_s: float = time.monotonic() - begun[0]
+        if program.timeout_s is not None and spent_s > program.timeout_s:
+            # Whatever it made is too late, and may be wrong: being asked for its stack interrupts calls of the system.
+            while True:
+                time.sleep(60)  # until it is ended
+        return spent_s
+
     def ask(reply: Reply) -> Grant:
-        spent_s = time.monotonic() - begun[0]
+        spent_s = in_time()
         begun[0] = NOT_TIMED
         replies.send(encode_reply(reply))
         while True:
@@ -85,6 +93,7 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
     place = memoryview(memory)[at + 8 : at + 12].cast("I")
 
     def timed_beat(ordinal: int) -> None:
+        in_time()
         begun[0] = time.monotonic()  # first: a new place with an old moment would look late
         place[0] = ordinal
 
@@ -109,8 +118,11 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
                     limit = Limit(setup.growth_bytes, setup.load_bytes)
             elif word == "probe":
                 record(1)
-                replies.send(encode_reply(probed(filler, rest[0])))
+                answer = probed(filler, rest[0])
+                in_time()
+                replies.send(encode_reply(answer))
                 record(0)
+                del answer
             elif word == "ping":
                 replies.send(encode_reply(Reply(rest[0], worker, Status.PONG)))
         elif tasks.fileno() in ready:
@@ -127,6 +139,7 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
                 reply = Reply(ident_of(data), worker, Status.FAILED, body=failure_of(error, 0, None))
             else:
                 reply = filler.do(task, ask)
+                in_time()
                 del task
             replies.send(encode_reply(reply))
             record(0)

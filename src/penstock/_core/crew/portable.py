@@ -567,6 +567,7 @@ class _Desk:
         self._memory, self._at = arena.window(number * RECORD_BYTES, RECORD_BYTES)
         self._limit: Limit | None = None
         self._current = 0
+        self._timeout_s = program.timeout_s
         self._tasks: deque[Task | bytes] = deque()
         if setup is not None:
             self._obey(setup)
@@ -577,9 +578,11 @@ class _Desk:
         while True:
             while not self._tasks:
                 self._obey(self._pipe.recv_bytes())
-            self._reply(self._do(self._tasks.popleft()))
+            reply = self._do(self._tasks.popleft())
+            self._in_time()
+            self._reply(reply)
             self._current = 0
-            self._beat(0)
+            self._note(0)
             if self._limit is not None and self._limit.outgrown():
                 self._reply(Reply(0, self._number, Status.RETIRING, rows=machine.own_bytes(os.getpid())))
                 raise SystemExit(RETIRED)
@@ -593,18 +596,30 @@ class _Desk:
         else:
             task = given
         self._current = task.id + 1
-        self._beat(0)
+        self._note(0)
         return probed(self._filler, task) if task.id == lives.PROBE else self._filler.do(task, self._ask)
 
     def _reply(self, reply: Reply) -> None:
         self._pipe.send_bytes(encode_reply(reply))
 
+    def _in_time(self) -> float:
+        """The seconds since the item was begun; if there are too many, whatever it made is too late."""
+        spent_s: float = time.monotonic() - RECORD.unpack_from(self._memory, self._at)[2]
+        if self._timeout_s is not None and spent_s > self._timeout_s and self._current:
+            while True:
+                self._pipe.recv_bytes()  # until it is ended, or the parent is
+        return spent_s
+
     def _beat(self, ordinal: int) -> None:
+        self._in_time()
+        self._note(ordinal)
+
+    def _note(self, ordinal: int) -> None:
         RECORD.pack_into(self._memory, self._at, self._current, ordinal, time.monotonic())
 
     def _ask(self, reply: Reply) -> Grant:
-        _, ordinal, begun = RECORD.unpack_from(self._memory, self._at)
-        spent_s = time.monotonic() - begun
+        spent_s = self._in_time()
+        ordinal = RECORD.unpack_from(self._memory, self._at)[1]
         RECORD.pack_into(self._memory, self._at, self._current, ordinal, NOT_TIMED)
         self._reply(reply)
         while (grant := self._obey(self._pipe.recv_bytes())) is None:
