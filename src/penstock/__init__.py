@@ -12,6 +12,7 @@ Say what there is to read, how one thing is read, and how much memory may be use
 
 from __future__ import annotations
 
+from penstock._core.blocks import Blocks
 from penstock._core.budget import GiB, KiB, MiB
 from penstock._core.context import WorkerInfo, rng, worker
 from penstock._core.epoch import Epoch, ResourceHeld
@@ -35,6 +36,7 @@ from penstock._core.stats import Stats
 __version__ = "0.1.0"
 
 __all__ = [
+    "Blocks",
     "BudgetError",
     "BudgetWarning",
     "Epoch",

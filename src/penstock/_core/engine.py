@@ -40,6 +40,7 @@ from penstock._core.errors import (
     shown,
 )
 from penstock._core.ledger import Ledger
+from penstock._core.order import Mixing
 from penstock._core.patience import Patience, SlowLoad, users_level
 from penstock._core.plan import Plan
 from penstock._core.program import Probe
@@ -49,6 +50,9 @@ from penstock._core.stats import Stats
 from penstock._core.task import Failure, Grant, Mode, Reply, Status, Task
 
 __all__ = ["Chunk", "Engine", "Unit", "error_of"]
+
+Part = slice | npt.NDArray[np.int64]
+"""Which items of a unit a task has."""
 
 # A task should take about this long: long against a message (some 20 us), short against a slow item beside it.
 TASK_S: Final = 1e-3
@@ -106,12 +110,14 @@ class Engine:
         spare_bytes: int,
         samples_per_item: int | None,
         probe: Probe,
+        mixing: Mixing | None = None,
     ) -> None:
         self.crew = crew
         self.plan = plan
         self.stats = Stats()
         self.mode = mode
         self._each = samples_per_item or 1
+        self._mixing = mixing if mode is Mode.ROWS else None
         slots = plan.slots + plan.staging_slots
         self._spare = spare_bytes
         self._regions = Regions(crew.arena, slots, slot_bytes, spare_bytes)
@@ -123,7 +129,7 @@ class Engine:
         # With two slots, one is in the consumer's hands while it works: the other is all there is to read ahead into.
         self._leases = Leases(self._freed, weakref.WeakMethod(self._refill) if slots <= 2 else None)
         self._units: deque[Unit] = deque()
-        self._by_task: dict[int, tuple[Unit, Chunk, int, int]] = {}  # ..., items, place of the first in the unit
+        self._by_task: dict[int, tuple[Unit, Chunk, int, Part]] = {}  # ..., items, their places in the unit
         self._requests: deque[Reply] = deque()
         self._source: Iterator[Unit] | None = None
         self._broken: Exception | None = None
@@ -317,22 +323,33 @@ class Engine:
         return self._source is None and not self._prepared
 
     def _begin(self, unit: Unit) -> None:
-        count = len(unit.indices)
-        size = count if self.mode is not Mode.ROWS else self._rows_a_task(count)
-        starts = range(0, count, size)
-        idents = range(self._next_task, self._next_task + len(starts))
-        self._next_task += len(starts)
+        parts = self._parts(unit)
+        idents = range(self._next_task, self._next_task + len(parts))
+        self._next_task += len(parts)
         chunk = self._chunk(idents)
         unit.chunks.append(chunk)
-        unit.open = len(starts)
+        unit.open = len(parts)
         self._units.append(unit)
         offset, capacity = self._regions[chunk.slot]
-        for ident, start in zip(idents, starts, strict=True):
-            items = None if unit.items is None else unit.items[start : start + size]
-            indices = unit.indices[start : start + size]
+        for ident, part in zip(idents, parts, strict=True):
+            if isinstance(part, slice):
+                items, start, places = None if unit.items is None else unit.items[part], part.start, None
+            else:
+                items, start, places = None if unit.items is None else [unit.items[i] for i in part.tolist()], 0, part
+            indices = unit.indices[part]
             task = Task(ident, chunk.slot, offset, capacity, start * self._each, unit.epoch, indices, items, unit.skip)
-            self._by_task[ident] = (unit, chunk, len(indices), start)
+            task.places = places
+            self._by_task[ident] = (unit, chunk, len(indices), part)
             self.crew.submit(task)
+
+    def _parts(self, unit: Unit) -> Sequence[Part]:
+        """Which items of a unit each of its tasks has: so many that follow each other, or those of a block."""
+        if self._mixing is not None:
+            by_block = np.argsort(unit.indices)
+            return np.split(by_block, self._mixing.cuts(unit.indices[by_block]))
+        count = len(unit.indices)
+        size = count if self.mode is not Mode.ROWS else self._rows_a_task(count)
+        return [slice(start, start + size) for start in range(0, count, size)]
 
     def _chunk(self, tasks: Sequence[int]) -> Chunk:
         batch = self._next_batch
@@ -356,12 +373,13 @@ class Engine:
                 self._finish(unit, chunk, reply, last=False)
             self._answer_requests()
             return
-        unit, chunk, count, first = self._by_task.pop(reply.task)
+        unit, chunk, count, part = self._by_task.pop(reply.task)
         unit.open -= 1
-        if first:  # a worker knows the place of an item in its task only
-            reply.failures = tuple(f.moved(first) for f in reply.failures)
-            if isinstance(reply.body, Failure):
-                reply.body = reply.body.moved(first)
+        # A worker knows the place of an item in its task only.
+        if reply.failures:
+            reply.failures = tuple(_moved(failure, part) for failure in reply.failures)
+        if isinstance(reply.body, Failure):
+            reply.body = _moved(reply.body, part)
         if reply.status is Status.FAILED:
             if unit.failure is None or reply.body.ordinal < unit.failure.ordinal:
                 unit.failure = reply.body
@@ -399,7 +417,7 @@ class Engine:
         self._requests = deque(sorted(self._requests, key=lambda r: places.get(id(self._by_task[r.task][0]), -1)))
         for _ in range(len(self._requests)):
             reply = self._requests.popleft()
-            unit, chunk, *rest = self._by_task[reply.task]
+            unit, chunk, count, part = self._by_task[reply.task]
             if all(unit is not live for live in self._units):  # cancelled
                 self._account(reply.task)
                 self.crew.grant(reply, Grant(0, None, 0))
@@ -408,7 +426,7 @@ class Engine:
             elif self._ledger.free >= (1 if unit is self._units[0] else 2):
                 fresh = self._chunk([reply.task])
                 unit.chunks.append(fresh)
-                self._by_task[reply.task] = (unit, fresh, rest[0], rest[1])
+                self._by_task[reply.task] = (unit, fresh, count, part)
                 offset, capacity = self._regions[fresh.slot]
                 self.crew.grant(reply, Grant(fresh.slot, offset, capacity))
             else:
@@ -504,7 +522,7 @@ class Engine:
 
     def _good_rows(self, failure: Failure) -> int:
         """Rows of full batches in a slot that come before the one with the item that failed."""
-        if self.mode is not Mode.ROWS or failure.ordinal < 0:
+        if self.mode is not Mode.ROWS or failure.ordinal < 0 or self._mixing is not None:
             return 0
         return failure.ordinal * self._each // self.plan.batch_size * self.plan.batch_size
 
@@ -584,8 +602,9 @@ class Engine:
         slow = self._patience.tried(time.monotonic(), self.crew.busy(), usual_s=self._row_s)
         if slow is None or slow.task not in self._by_task:
             return None
-        unit, _, _, first = self._by_task[slow.task]
-        return slow.worker, _item(unit, Failure.BATCH if slow.ordinal == Failure.COLLATING else first + slow.ordinal)
+        unit, _, _, part = self._by_task[slow.task]
+        at = Failure.BATCH if slow.ordinal == Failure.COLLATING else _place(slow.ordinal, part)
+        return slow.worker, _item(unit, at)
 
     def _warn_of(self, worker: int, item: Any) -> None:
         stack = self.crew.stack(worker)
@@ -624,6 +643,17 @@ class Engine:
 def _end(body: Any) -> int:
     """Bytes of a slot that a collated batch takes."""
     return max((offset + dtype.itemsize * math.prod(shape) for _, dtype, shape, offset in body.leaves), default=0)
+
+
+def _place(ordinal: int, part: Part) -> int:
+    """The place in its unit of an item of a task."""
+    return part.start + ordinal if isinstance(part, slice) else int(part[ordinal])
+
+
+def _moved(failure: Failure, part: Part) -> Failure:
+    """The same failure, with its place in the unit."""
+    at = failure.ordinal
+    return failure if at == Failure.BATCH else dataclasses.replace(failure, ordinal=_place(at, part))
 
 
 def _item(unit: Unit, ordinal: int) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
 from penstock._core import machine
+from penstock._core.blocks import Blocks
 from penstock._core.bookmark import VERSION, Bookmark, check_saved, write_skipped
 from penstock._core.budget import Size, format_bytes, parse_size
 from penstock._core.engine import Engine
@@ -86,7 +87,7 @@ class Feed:
         memory: Size | None = None,
         num_workers: int | None = None,
         executor: Literal["process", "thread"] = "process",
-        shuffle: bool = False,
+        shuffle: bool | Blocks = False,
         seed: int = 0,
         drop_last: bool = False,
         cast: Cast = None,
@@ -232,7 +233,7 @@ class Feed:
             "inside": inside,
             "world": self._options.world,
             "drawn": here.drawn + here.place,
-            "window": self._launched.cut.window if self._launched is not None and self._windowed else None,
+            "window": self._window,
             **self._identity(),
             "skipped": write_skipped(skipped),
         }
@@ -254,10 +255,10 @@ class Feed:
                 )
             items.skip(saved.drawn - given)
             self._place.drawn = saved.drawn - saved.place
-        if saved.window is not None and self._launched is not None and saved.window != self._launched.cut.window:
+        if saved.window is not None and self._launched is not None and saved.window != self._window:
             raise ValueError(
-                f"this state was shuffled in a window of {saved.window} items, and this feed is at work with one of "
-                f"{self._launched.cut.window}: load the state into a feed that has not begun"
+                f"this state was shuffled {saved.window} items at a time, and this feed is at work with "
+                f"{self._window}: load the state into a feed that has not begun"
             )
         self._schedule.window = saved.window
         self._next_epoch = saved.epoch
@@ -265,8 +266,13 @@ class Feed:
         self._stats.skipped[:] = saved.skipped
 
     @property
-    def _windowed(self) -> bool:
-        return self._options.streams and self._options.shuffle
+    def _window(self) -> int | None:
+        """How many items are shuffled at a time, where that depends on the budget."""
+        if self._launched is None or not self._options.shuffle:
+            return None
+        if self._schedule.mixing is not None:
+            return self._schedule.mixing.group
+        return self._launched.cut.window if self._options.streams else None
 
     @functools.cached_property
     def _fingerprint(self) -> str | None:
@@ -275,7 +281,7 @@ class Feed:
     def _identity(self) -> dict[str, Any]:
         return {
             "seed": self._options.seed,
-            "shuffle": self._options.shuffle,
+            "shuffle": self._options.shuffle if self._options.blocks is None else self._options.blocks.cut,
             "length": self._schedule.length,
             "items": self._fingerprint,
         }

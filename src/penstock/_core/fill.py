@@ -23,6 +23,7 @@ from penstock._core.errors import SpecError, shown
 from penstock._core.layout import Layout, aligned
 from penstock._core.npy import read_npy
 from penstock._core.program import Into, Pad, Padded, Probe, Program, Retry
+from penstock._core.source import Reader, Scatters
 from penstock._core.spec import (
     NAMESPACE,
     Array,
@@ -240,8 +241,12 @@ class Filler:
         row = task.start
         if program.load is None:
             assert program.reader is not None
-            out = [column[row : row + len(task.indices)] for column in columns]
-            self._attempt(lambda: program.reader.read_into(task.indices, out, spec.leaves), 0, "rows of a source", [])  # type: ignore[union-attr]
+            if task.places is not None:
+                read = partial(_scatter, program.reader, task.indices, columns, task.places, spec.leaves)
+            else:
+                out = [column[row : row + len(task.indices)] for column in columns]
+                read = partial(program.reader.read_into, task.indices, out, spec.leaves)
+            self._attempt(read, 0, "rows of a source", [])
             return
         each = program.samples_per_item or 1
         texts: list[tuple[int, int, bytes]] = []
@@ -252,7 +257,7 @@ class Filler:
             return
         for ordinal, item in self._each(task):
             index = int(task.indices[ordinal])
-            first = row + ordinal * each
+            first = row + ordinal * each if task.places is None else int(task.places[ordinal]) * each
 
             def write(item: Any = item, first: int = first, index: int = index) -> None:
                 context.enter(program.seed, task.epoch, index)
@@ -296,9 +301,8 @@ class Filler:
         split = plain.split
         # One array straight from its file needs no memory in between, if it is what the first one was.
         reads_npy = load is np.load and len(columns) == 1
-        row = task.start - 1
-        for ordinal, item in enumerate(self._items(task)):
-            row += 1
+        rows = range(task.start, task.start + len(indices)) if task.places is None else task.places.tolist()
+        for ordinal, (item, row) in enumerate(zip(self._items(task), rows, strict=True)):
             beat(ordinal)
             enter(seed, epoch, indices[ordinal])
             sample, made = None, False
@@ -619,6 +623,17 @@ class Filler:
                 failures.append(failure)
                 return False
         raise AssertionError
+
+
+def _scatter(reader: Reader, indices: Any, columns: list[Array], places: Any, leaves: Sequence[Leaf]) -> None:
+    """Read rows that lie beside each other into places that do not, without another copy if the reader can."""
+    if isinstance(reader, Scatters):
+        reader.scatter(indices, columns, places, leaves)
+        return
+    out = [np.empty((len(indices), *column.shape[1:]), column.dtype) for column in columns]
+    reader.read_into(indices, out, leaves)
+    for column, rows in zip(columns, out, strict=True):
+        column[places] = rows
 
 
 def _no_record(_: int) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock._core import machine
 from penstock._core.batch import Trees
+from penstock._core.blocks import Blocks
 from penstock._core.budget import format_bytes
 from penstock._core.crew import Crew, process_crew
 from penstock._core.crew.inline import InlineCrew
@@ -22,9 +23,11 @@ from penstock._core.errors import BudgetError, PenstockError
 from penstock._core.fill import Failed
 from penstock._core.layout import PAGE, Layout, slot_bytes
 from penstock._core.options import Options
+from penstock._core.order import Mixing
 from penstock._core.plan import LEAN_WORKER_BYTES, TEMPLATE_BYTES, Footprint, Plan, Request, solve
 from penstock._core.program import Into, Probe, Program, Setup
 from penstock._core.schedule import Cut, Schedule
+from penstock._core.source import Scatters
 from penstock._core.spec import row_bytes
 from penstock._core.stats import Stats
 from penstock._core.task import Mode, Task
@@ -41,6 +44,8 @@ PACKED_SLACK: Final = 1.25
 # the order does not depend on it.
 WINDOW_SHARE: Final = 8
 WINDOW_MOST: Final = 2**20
+# What workers that load with NumPy take together, on a machine of a few cores: the rest of the budget is for blocks.
+CREW_BYTES: Final = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +75,10 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
                 planner.solve(Probe(program.load.spec, 0, 1e-3, 1e-3, 0, 0), None)
             crew = _make_crew(options, program, options.num_workers)
             probe = _probe(options, schedule, crew, epoch, base)
-        plan, slot_size = planner.solve(probe, crew)
+        if options.blocks is not None:
+            plan, slot_size = planner.mix(probe, crew, options.blocks)
+        else:
+            plan, slot_size = planner.solve(probe, crew)
         if isinstance(crew, InlineCrew) != (plan.workers == 0):
             crew.close()
             crew = _make_crew(options, program, plan.workers)
@@ -85,6 +93,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             spare_bytes=spare,
             samples_per_item=options.each,
             probe=probe,
+            mixing=schedule.mixing,
         )
         engine.stats = stats
         growth = plan.worker_bytes - probe.process_bytes + (plan.free_bytes - spare) // max(1, plan.workers)
@@ -197,9 +206,33 @@ class _Planner:
         travels = self._options.source is not None and self._program.reader is None
         return Cut(unit, batch, mode is not Mode.FLOW and not self._program.skips, self._window, travels)
 
+    def mix(self, probe: Probe, crew: Crew | None, blocks: Blocks) -> tuple[Plan, int]:
+        """The same for a shuffle of blocks: how much is mixed follows from the budget, if nobody has said it."""
+        options, schedule = self._options, self._schedule
+        each = options.each or 1
+        assert options.batch_size != "max"
+        batch = max(1, options.batch_size // each)
+        item_bytes = max(1, probe.sample_bytes * each)
+        room = max((options.memory - CREW_BYTES) * 9 // 20, options.memory // 8)
+        group = schedule.window or blocks.group or max(batch, room // item_bytes // batch * batch)
+        starts, rows = None, blocks.rows_of(item_bytes)
+        if blocks.size is None and blocks.rows is None and (natural := getattr(options.source, "blocks", None)):
+            starts = np.cumsum([0, *natural()], dtype=np.int64)[:-1]
+            rows = int(np.diff(np.append(starts, schedule.length or 0)).max(initial=1))
+        while True:
+            schedule.mixing = Mixing(group, rows, starts)
+            try:
+                return self.solve(probe, crew)
+            except BudgetError:
+                # The workers turned out larger than most: mix less, unless somebody relies on how much it is.
+                if schedule.window or blocks.group or group <= batch:
+                    raise
+                group = max(batch, group // 2 // batch * batch)
+
     def solve(self, probe: Probe, crew: Crew | None) -> tuple[Plan, int]:
         """The plan, and the bytes of a slot; BudgetError if there is none."""
         options, program = self._options, self._program
+        mixing = self._schedule.mixing if program.mode is Mode.ROWS else None
         rows = tuple(row_bytes(leaf) for leaf in probe.spec.leaves)
         if program.collate is not None:
             rows = (int(probe.packed_bytes * PACKED_SLACK),)
@@ -211,7 +244,7 @@ class _Planner:
         window_bytes = self._window * self._item_bytes if options.streams and options.shuffle else 0
         footprint = Footprint(
             leaf_row_bytes=rows,
-            load_bytes=probe.load_bytes,
+            load_bytes=probe.load_bytes + self._block_bytes(probe, mixing),
             process_bytes=probe.process_bytes or (LEAN_WORKER_BYTES if processes else 0),
             template_bytes=TEMPLATE_BYTES if later else getattr(crew, "template_bytes", 0) if crew is not None else 0,
             load_s=probe.load_s,
@@ -222,13 +255,14 @@ class _Planner:
             memory=max(1, options.memory - window_bytes),
             batch_size=options.batch_size,
             num_workers=options.num_workers,
-            isolated=options.timeout_s is not None,
+            isolated=self._isolated(mixing),
+            group=None if mixing is None else self._batches_of(mixing),
             executor=options.executor if processes else "thread",
             cores=machine.look().cores,
             whole=program.mode is Mode.WHOLE,
             staged=program.mode is Mode.FLOW,
             # A stream may be slow or live: its batches are handed out one by one.
-            groups=program.mode is Mode.ROWS and not options.streams,
+            groups=program.mode is Mode.ROWS and not options.streams and mixing is None,
             length=self._schedule.samples,
         )
         try:
@@ -242,6 +276,8 @@ class _Planner:
                 *notes,
                 'executor="thread" would take less memory, as loads wait; it needs a load that is safe in threads',
             )
+        if (mixing := self._schedule.mixing) is not None:
+            notes = (*notes, f"shuffled in blocks of {mixing.rows:,} items, {mixing.group:,} items mixed at a time")
         if window_bytes:
             notes = (*notes, f"shuffle window of {self._window:,} items: {format_bytes(window_bytes)}")
         plan = dataclasses.replace(
@@ -252,6 +288,29 @@ class _Planner:
             notes=notes,
         )
         return plan, slot_bytes(rows, plan.batch_size * plan.batches_per_slot)
+
+    def _isolated(self, mixing: Mixing | None) -> str:
+        if self._options.timeout_s is not None:
+            return "a load that takes too long must be somewhere where it can be stopped"
+        source = self._options.source
+        if mixing is not None and self._options.in_processes and (source is None or not source.in_memory):
+            return "somebody has to read the next blocks while batches are drawn from these"
+        return ""
+
+    def _batches_of(self, mixing: Mixing) -> int:
+        """Batches a slot holds, so that it holds a group."""
+        assert self._options.batch_size != "max"
+        items = -(-mixing.group // self._options.world)
+        length = self._schedule.length or 0
+        items = min(items, -(-length // self._options.world))
+        return max(1, -(-items * (self._options.each or 1) // self._options.batch_size))
+
+    def _block_bytes(self, probe: Probe, mixing: Mixing | None) -> int:
+        """What a worker holds of a block while it puts its rows where they belong."""
+        source = self._options.source
+        if mixing is None or source is None or (self._options.load is None and isinstance(source.reader(), Scatters)):
+            return 0
+        return mixing.rows * probe.sample_bytes
 
 
 def _does_not_fit(request: Request, footprint: Footprint, *, window: bool) -> BudgetError:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from penstock._core.blocks import Blocks
 from penstock._core.device import door
 from penstock._core.errors import shown
 from penstock._core.items import Picker, Stream, sort_out
@@ -38,6 +39,8 @@ class Options:
     num_workers: int | None
     executor: Literal["process", "thread"]
     shuffle: bool
+    blocks: Blocks | None
+    """How, where not the whole order is permuted."""
     seed: int
     drop_last: bool
     cast: Cast
@@ -104,6 +107,10 @@ class Options:
             _check_dtype(dtype)
         _check_timeout(timeout, load, executor, num_workers)
         rank, world = _shard(shard)
+        if isinstance(shuffle, Blocks):
+            _check_blocks(shuffle, kind, batch_size, world)
+        elif not isinstance(shuffle, bool | np.bool_):
+            raise TypeError(f"shuffle={shuffle!r} must be True, False or penstock.Blocks(...)")
         return cls(
             items=kind,
             load=load,
@@ -112,6 +119,7 @@ class Options:
             num_workers=num_workers,
             executor=executor,
             shuffle=bool(shuffle),
+            blocks=shuffle if isinstance(shuffle, Blocks) else None,
             seed=int(seed),
             drop_last=bool(drop_last),
             cast=cast,
@@ -185,6 +193,20 @@ def _own_rank() -> tuple[int, int]:
             "WORLD_SIZE, or give shard=(rank, world)"
         )
     return rank, world
+
+
+def _check_blocks(blocks: Blocks, items: Any, batch_size: Any, world: int) -> None:
+    if isinstance(items, Stream):
+        raise ValueError("a stream of items has no blocks: use shuffle=True, which draws from a window")
+    if batch_size == "max":
+        raise ValueError(
+            'shuffle=Blocks(...) fills the budget with blocks, and so would batch_size="max": give a number'
+        )
+    if world > 1 and blocks.group is None:
+        raise ValueError(
+            f"Blocks() mixes what the budget of each rank allows, and {world} ranks must mix the same: give "
+            "Blocks(group=...), in items of all ranks together"
+        )
 
 
 def _check_timeout(timeout: Any, load: Any, executor: str, num_workers: int | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Order", "Permutation", "mix", "rng_for", "windowed"]
+__all__ = ["Mixing", "Order", "Permutation", "mix", "rng_for", "windowed"]
 
 T = TypeVar("T")
 Words = NDArray[np.uint64]
@@ -34,6 +34,8 @@ _MUL_2: Final = 0x94D049BB133111EB
 _FOR_ORDER: Final = 1
 _FOR_WINDOW: Final = 2
 _FOR_SAMPLE: Final = 3
+_FOR_BLOCKS: Final = 4
+_FOR_GROUP: Final = 5
 
 # Up to here a table of the whole permutation is 1 MiB at most (32 bits an item), is made in some 10 ms, and costs less
 # in all than asking the network position by position.
@@ -157,6 +159,56 @@ class Permutation:
         return left * np.uint64(b) + right
 
 
+@dataclass(frozen=True, eq=False)
+class Mixing:
+    """How blocks of neighbours are mixed: cheap to read where neighbours are, and nearly as good as a permutation.
+
+    The blocks are put in a random order, anew for each epoch. That sequence is cut into groups of ``group`` items, and
+    each group is permuted as a whole. So what stands where is known for any position at once, as it is for a
+    permutation of everything: resuming and ranks are the same. Whoever reads a group reads its blocks one by one.
+    """
+
+    group: int
+    """Items that are mixed at a time."""
+    rows: int
+    """Items a block, where all have the same."""
+    starts: NDArray[np.int64] | None = None
+    """Where each block begins, for blocks of different sizes."""
+
+    def cuts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where in a sorted list of items another block begins."""
+        blocks = indices // self.rows if self.starts is None else np.searchsorted(self.starts, indices, side="right")
+        return np.flatnonzero(np.diff(blocks)) + 1
+
+    def indices(self, length: int, places: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Which item stands at each of these places of an epoch."""
+        ends, begins = _block_sequence(length, self, mix(_FOR_BLOCKS, seed, epoch))
+        found = np.empty(len(places), np.int64)
+        groups = places // self.group
+        for part in np.split(np.arange(len(places)), np.flatnonzero(np.diff(groups)) + 1):
+            number = int(groups[part[0]])
+            first = number * self.group
+            size = min(self.group, length - first)
+            within = Permutation(size, mix(_FOR_GROUP, seed, epoch, number))(places[part] - first) + first
+            block = np.searchsorted(ends, within, side="right")
+            found[part] = begins[block] + (within - np.where(block > 0, ends[block - 1], 0))
+        return found
+
+
+@lru_cache(maxsize=2)  # this epoch's and the next one's
+def _block_sequence(length: int, mixing: Mixing, key: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where each block ends in the order of the epoch, and at which item it begins."""
+    count = -(-length // mixing.rows) if mixing.starts is None else len(mixing.starts)
+    order = Permutation(count, key)(np.arange(count))
+    if mixing.starts is None:
+        begins = order * mixing.rows
+        sizes = np.minimum(mixing.rows, length - begins)
+    else:
+        begins = mixing.starts[order]
+        sizes = np.diff(mixing.starts, append=length)[order]
+    return np.cumsum(sizes), begins
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """Which item stands at each position of one epoch, as one rank walks it.
@@ -179,6 +231,8 @@ class Order:
     world: int = 1
     drop: bool = False
     base: int = 0
+    mixing: Mixing | None = None
+    """For a shuffle of blocks, how they are cut and mixed."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.base < 2**62:
@@ -208,6 +262,8 @@ class Order:
             places += self.base
         if not self.shuffle:
             return places
+        if self.mixing is not None:
+            return self.mixing.indices(self.length, places, seed=self.seed, epoch=self.epoch)
         return Permutation(self.length, mix(_FOR_ORDER, self.seed, self.epoch))(places)
 
 

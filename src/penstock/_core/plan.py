@@ -128,8 +128,10 @@ class Request:
     batch_size: int | Literal["max"] = 32
     """Samples a batch, or as many as the budgets allow."""
     num_workers: int | None = None
-    isolated: bool = False
-    """Whether loads must be done by somebody who can be ended: a worker process at least."""
+    isolated: str = ""
+    """Why there must be a worker, however cheap a load is; "" if there need not."""
+    group: int | None = None
+    """Batches that a slot must hold, because its blocks are mixed: one slot is drawn from while another is read."""
     """How many workers; None: the plan decides."""
     executor: Executor = "process"
     cores: int = 1
@@ -304,7 +306,7 @@ class _Costs:
 
     @classmethod
     def of(cls, request: Request, footprint: Footprint, rows: int) -> _Costs:
-        return cls(request, footprint, rows, slot_bytes(footprint.leaf_row_bytes, rows))
+        return cls(request, footprint, rows, slot_bytes(footprint.leaf_row_bytes, rows), request.group or 1)
 
     def arena(self, slots: int) -> int:
         slot = self.batch if self.group == 1 else slot_bytes(self.footprint.leaf_row_bytes, self.group * self.rows)
@@ -360,7 +362,7 @@ def _wanted_workers(request: Request, footprint: Footprint) -> tuple[int, str]:
         return request.num_workers, "as asked"
     if footprint.cheap:
         if request.isolated:
-            return 1, "a load that takes too long must be somewhere where it can be stopped"
+            return 1, request.isolated
         return 0, f"a load takes {_seconds(load_s)}, less than a message to a worker"
     if request.executor == "thread" and footprint.releases_gil is False:
         return 1, "loads hold the GIL, so that more threads would not load faster"
@@ -383,7 +385,10 @@ def _ladder(costs: _Costs, wanted: int) -> Iterator[tuple[int, int]]:
     for workers in range(wanted, fewest_workers - 1, -1) if asked is None else (asked,):
         # Asked for by number, workers are given even when there are too few slots to keep them all busy.
         fewest = costs.fewest_slots(workers) if asked is None else FEWEST_SLOTS
-        for slots in range(costs.wanted_slots(workers), fewest - 1, -1):
+        wanted_slots = costs.wanted_slots(workers)
+        if costs.request.group is not None:
+            fewest = wanted_slots = FEWEST_SLOTS
+        for slots in range(wanted_slots, fewest - 1, -1):
             yield workers, slots
 
 
@@ -458,7 +463,9 @@ def _notes(costs: _Costs, wish: tuple[int, str], rung: tuple[int, int], *, cache
         )
 
     wanted_slots = costs.wanted_slots(workers)
-    if slots < wanted_slots:
+    if request.group is not None:
+        yield f"{slots} slots of {_count(costs.group, 'batch', 'batches')}: one is drawn from while the next is read"
+    elif slots < wanted_slots:
         reason = "the rest went into the batch size" if maximal else "one more does not fit"
         waits = "; the consumer waits when it holds two batches at once" if slots == FEWEST_SLOTS else ""
         yield f"{slots} slots, not {wanted_slots}: {reason}{waits}"
@@ -493,7 +500,8 @@ def _why_largest(costs: _Costs, workers: int) -> str:
 def _does_not_fit(costs: _Costs, wanted: int) -> BudgetError:
     request, rows = costs.request, costs.rows
     least, workers, slots = min((costs.total(w, s), w, s) for w, s in _ladder(costs, wanted))
-    parts = [f"{slots} slots of {_count(rows, 'sample')} take {format_bytes(costs.batch)} each"]
+    slot = costs.arena(1)
+    parts = [f"{slots} slots of {_count(rows * costs.group, 'sample')} take {format_bytes(slot)} each"]
     if request.staged:
         parts.append("as many staging slots the same")
     if workers:
@@ -544,8 +552,8 @@ def _share(size: int, whole: int) -> str:
     return "<0.1%" if 0 < percent < 0.05 else f"{percent:.1f}%"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def _count(number: int, noun: str, many: str = "") -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {many or noun + 's'}"
 
 
 def _seconds(seconds: float) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from penstock._core.engine import Unit
 from penstock._core.items import Picker, Stream, stream_error
 from penstock._core.options import Options
-from penstock._core.order import Order
+from penstock._core.order import Mixing, Order
 
 __all__ = ["Cut", "Schedule"]
 
@@ -45,7 +45,9 @@ class Schedule:
         self._options = options
         self._items = options.items
         self.window: int | None = None
-        """The shuffle window of a stream, if a saved state says what it must be."""
+        """How many items are shuffled at a time, of a stream or in blocks, if a saved state says what it must be."""
+        self.mixing: Mixing | None = None
+        """How blocks are mixed, once it is known."""
 
     @property
     def length(self) -> int | None:
@@ -71,7 +73,7 @@ class Schedule:
     def order(self, epoch: int, base: int = 0) -> Order:
         """The order of an epoch from a place on; not for streams."""
         o = self._options
-        return Order(self.length or 0, o.shuffle, o.seed, epoch, o.rank, o.world, o.drop_last, base)
+        return Order(self.length or 0, o.shuffle, o.seed, epoch, o.rank, o.world, o.drop_last, base, self.mixing)
 
     def first(self, epoch: int, base: int, *, start: int, size: int) -> tuple[Any, list[Any] | None]:
         """Some items that an epoch begins with, and their indices, without using them up: for probes."""
@@ -108,13 +110,25 @@ class Schedule:
         size = cut.unit_items
         block = size * max(1, ORDER_BLOCK // size)
         ahead = np.empty(0, np.int64)
-        for start in range(0, end, size):
-            at = start % block
-            if at == 0:
-                ahead = order.indices(start, min(start + block, end))
-            indices = ahead[at : at + size]
+        # A shuffle of blocks that goes on in the middle of a group reads the rest of that group first.
+        start = self._rest_of_group(base, cut)
+        if start:
+            indices = order.indices(0, min(start, end))
+            yield Unit(epoch, 0, indices, self.pick(indices, travels=cut.travels), inside)
+        for at in range(start, end, size):
+            offset = (at - start) % block
+            if offset == 0:
+                ahead = order.indices(at, min(at + block, end))
+            indices = ahead[offset : offset + size]
             items = self.pick(indices, travels=cut.travels)
-            yield Unit(epoch, start, indices, items, inside if start == 0 else 0)
+            yield Unit(epoch, at, indices, items, inside if at == 0 else 0)
+
+    def _rest_of_group(self, base: int, cut: Cut) -> int:
+        """Items until the next group begins; 0 where groups do not matter, or batches would be cut."""
+        if self.mixing is None or not cut.exact:
+            return 0
+        items, over = divmod(-base % self.mixing.group, self._options.world)
+        return 0 if over or items % cut.batch_items or items >= cut.unit_items else items
 
     def _stream_units(self, stream: Stream, cut: Cut, epoch: int, base: int, inside: int) -> Iterator[Unit]:
         o = self._options

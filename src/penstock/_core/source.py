@@ -10,18 +10,21 @@ import dataclasses
 import mmap
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import optree
 
+from penstock._core import machine
 from penstock._core.errors import SpecError, shown
 from penstock._core.spec import Array, Leaf, Spec, as_array, flatten, store
 
-__all__ = ["Arrays", "Reader", "Source", "arrays"]
+__all__ = ["Arrays", "Reader", "Scatters", "Source", "arrays"]
 
 Indices = npt.NDArray[np.int64]
+
+MOST_PIECES: Final = 1024  # the kernel's limit for one read
 
 
 class Reader(Protocol):
@@ -32,6 +35,14 @@ class Reader(Protocol):
 
     def read(self, indices: Indices) -> list[Any]:
         """The samples themselves, for a load function that goes on from there."""
+
+
+@runtime_checkable
+class Scatters(Protocol):
+    """A reader that can put samples which lie beside each other into rows that do not, without a copy in between."""
+
+    def scatter(self, indices: Indices, columns: Sequence[Array], places: Indices, leaves: Sequence[Leaf]) -> None:
+        """Write the samples at sorted ``indices`` into these rows of the columns."""
 
 
 @runtime_checkable
@@ -80,6 +91,35 @@ class _InFile:
     stride: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    larger_than_ram: bool = False
+    """Whether it will have left the page cache before it is read again anyway."""
+
+    def scatter(self, indices: Indices, out: Array, places: Indices) -> None:
+        """Rows that lie beside each other to places that do not: the kernel puts each where it belongs."""
+        row_bytes = out[0].nbytes
+        if row_bytes == 0:
+            return
+        if self.stride != row_bytes or not out.flags.c_contiguous or not hasattr(os, "preadv"):
+            rows = np.empty((len(indices), *out.shape[1:]), out.dtype)
+            self.rows(indices, rows)
+            out[places] = rows
+            return
+        view = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # as below
+        fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            cuts = np.flatnonzero(np.diff(indices) != 1) + 1
+            for run in np.split(np.arange(len(indices)), cuts):
+                for at in range(0, len(run), MOST_PIECES):
+                    part = run[at : at + MOST_PIECES]
+                    starts = (places[part] * row_bytes).tolist()
+                    where = self.offset + int(indices[part[0]]) * self.stride
+                    _read_pieces(fd, [view[start : start + row_bytes] for start in starts], where, self.path)
+                    if self.larger_than_ram:  # or it would push out what others need, for nothing
+                        os.posix_fadvise(fd, where, len(part) * row_bytes, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+        if not self.dtype.isnative:
+            out[places] = out[places].byteswap()
 
     def rows(self, indices: Indices, out: Array) -> None:
         row_bytes = out[0].nbytes
@@ -116,6 +156,16 @@ def _read_exactly(fd: int, view: memoryview, offset: int, path: str) -> None:
         offset += count
 
 
+def _read_pieces(fd: int, pieces: list[memoryview], offset: int, path: str) -> None:
+    """What stands at one place of a file, into several of memory."""
+    count = os.preadv(fd, pieces, offset)
+    for piece in pieces:
+        if count < len(piece):  # a short read: the rest one by one
+            _read_exactly(fd, piece[max(0, count) :], offset + max(0, count), path)
+        offset += len(piece)
+        count -= len(piece)
+
+
 def _consecutive(indices: Indices) -> bool:
     return bool((np.diff(indices) == 1).all())
 
@@ -135,6 +185,20 @@ class _ArrayReader:
                 wide = np.empty((len(indices), *leaf.shape), leaf.dtype)
                 part.rows(indices, wide)
                 store(rows, wide, leaf, f"rows {indices.min()} to {indices.max()}")
+
+    def scatter(self, indices: Indices, columns: Sequence[Array], places: Indices, leaves: Sequence[Leaf]) -> None:
+        for part, column, leaf in zip(self.parts, columns, leaves, strict=True):
+            if isinstance(part, _InFile) and leaf.dtype == leaf.stored:
+                part.scatter(indices, column, places)
+            else:
+                rows = np.empty((len(indices), *leaf.shape), leaf.dtype)
+                part.rows(indices, rows)
+                if leaf.dtype == leaf.stored:
+                    column[places] = rows
+                else:
+                    stored = np.empty((len(indices), *leaf.shape), leaf.stored)
+                    store(stored, rows, leaf, f"rows {indices.min()} to {indices.max()}")
+                    column[places] = stored
 
     def read(self, indices: Indices) -> list[Any]:
         columns = []
@@ -222,4 +286,5 @@ def _part(array: Array) -> _InMemory | _InFile:
     base = np.frombuffer(mapped._mmap, np.uint8)  # type: ignore[attr-defined]
     map_start = mapped.offset - mapped.offset % mmap.ALLOCATIONGRANULARITY
     inside = array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
-    return _InFile(os.path.abspath(mapped.filename), map_start + inside, array.strides[0], array.shape[1:], array.dtype)
+    path, large = os.path.abspath(mapped.filename), array.nbytes > machine.available_bytes()
+    return _InFile(path, map_start + inside, array.strides[0], array.shape[1:], array.dtype, large)

@@ -67,6 +67,8 @@ class Task:
     """Samples of a FLOW task that an earlier worker handed over before it died."""
     barred: tuple[int, ...] = ()
     """Places of items that must not be tried again: they killed their worker, or took too long."""
+    places: npt.NDArray[np.int64] | None = None
+    """For each item its place in the unit, where they do not follow each other from ``start`` on."""
     handed: dict[int, int] = dataclasses.field(default_factory=dict)
     """Of ``skip``, how many belong to which item, as far as this task handed them over. Does not travel."""
 
@@ -108,10 +110,6 @@ class Failure:
     trace: str
     texts: tuple[tuple[int, int, bytes], ...] = ()
     """Texts of the rows before it that did not fit into their cells."""
-
-    def moved(self, places: int) -> Failure:
-        """The same failure, counted from so many places earlier."""
-        return dataclasses.replace(self, ordinal=self.ordinal + places)
 
 
 @dataclasses.dataclass(slots=True)

@@ -17,7 +17,7 @@ from penstock._core.task import Failure, Reply, Status, Task
 
 __all__ = ["decode_reply", "decode_task", "dump_items", "encode_reply", "encode_task", "ident_of"]
 
-_TASK: Final = struct.Struct("<QIIQQIqIBI")
+_TASK: Final = struct.Struct("<QIIQQIqIBIB")
 _REPLY: Final = struct.Struct("<QHBQd")
 
 
@@ -46,10 +46,12 @@ def encode_task(task: Task) -> bytes:
         task.skip,
         task.items is not None,
         len(task.barred),
+        task.places is not None,
     )
+    places = task.places.tobytes() if task.places is not None else b""
     body = dump_items(task.items) if task.items is not None else b""
     barred = np.array(task.barred, np.int64).tobytes() if task.barred else b""
-    return b"".join((head, task.indices.tobytes(), barred, body))
+    return b"".join((head, task.indices.tobytes(), places, barred, body))
 
 
 def ident_of(data: bytes) -> int:
@@ -60,12 +62,16 @@ def ident_of(data: bytes) -> int:
 
 def decode_task(data: bytes) -> Task:
     """A task from bytes."""
-    ident, slot, count, offset, capacity, start, epoch, skip, has_items, bars = _TASK.unpack_from(data)
+    ident, slot, count, offset, capacity, start, epoch, skip, has_items, bars, has_places = _TASK.unpack_from(data)
     at = _TASK.size + 8 * count
     indices = np.frombuffer(data, np.int64, count, _TASK.size)
+    places = None
+    if has_places:
+        places = np.frombuffer(data, np.int64, count, at)
+        at += 8 * count
     barred = tuple(np.frombuffer(data, np.int64, bars, at).tolist()) if bars else ()
     items = pickle.loads(memoryview(data)[at + 8 * bars :]) if has_items else None
-    return Task(ident, slot, offset, capacity, start, epoch, indices, items, skip, barred)
+    return Task(ident, slot, offset, capacity, start, epoch, indices, items, skip, barred, places)
 
 
 def encode_reply(reply: Reply) -> bytes:

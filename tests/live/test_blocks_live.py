@@ -1,0 +1,235 @@
+"""Shuffling in blocks: what is read, in which pieces, and that all else is as it always is."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock import Blocks, Feed
+from tests.live.crews import CREWS
+
+ROWS = 1000
+BLOCKS = Blocks(rows=40, group=320)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file whose rows show where they come from."""
+    np.save(tmp_path / "x.npy", np.arange(ROWS * 3, dtype=np.float32).reshape(ROWS, 3))
+    return tmp_path / "x.npy"
+
+
+def mapped(path: Path) -> Any:
+    """The file as a memory map; not a fixture, or it would stay open until after the check of what is left open."""
+    return np.load(path, mmap_mode="r")
+
+
+def rows_of(feed: Feed) -> list[int]:
+    """Which rows came, in order; each must be whole."""
+    seen: list[int] = []
+    for batch in feed:
+        assert (batch == batch[:, :1] + np.arange(3)).all()
+        seen += (batch[:, 0] / 3).astype(int).tolist()
+    return seen
+
+
+def expected(epoch: int = 0) -> list[int]:
+    from penstock._core.order import Mixing, Order
+
+    indices: list[int] = Order(ROWS, True, epoch=epoch, mixing=Mixing(320, 40)).indices(0, ROWS).tolist()
+    return indices
+
+
+@pytest.mark.parametrize("crew", CREWS)
+@pytest.mark.parametrize("kind", ["file", "memory", "load", "load of a file", "cast"])
+def test_blocks_give_the_same_order_to_every_crew(crew: str, kind: str, path: Path) -> None:
+    """Read by whoever, from wherever: the order is computed, not found out."""
+    data = np.array(mapped(path))
+    source, load, options = {
+        "file": (penstock.arrays(mapped(path)), None, {}),
+        "memory": (penstock.arrays(data), None, {}),
+        "load": (range(ROWS), lambda i: np.arange(3, dtype=np.float32) + 3 * i, {}),
+        "load of a file": (penstock.arrays(mapped(path)), lambda row: row + np.float32(0), {}),
+        "cast": (penstock.arrays(mapped(path)), None, {"cast": "float64"}),
+    }[kind]
+    given: dict[str, Any] = {"batch_size": 32, "memory": "256 MiB", "shuffle": BLOCKS, **CREWS[crew], **options}
+    with Feed(source, load, **given) as feed:
+        for epoch in range(2):
+            assert rows_of(feed) == expected(epoch)
+        assert feed.stats.copied == 0
+
+
+def test_a_group_that_is_not_of_whole_batches_is_right_all_the_same(path: Path) -> None:
+    """Slower, because some blocks are read twice, but the order is what it is."""
+    blocks = Blocks(rows=40, group=320)
+    for size in (7, 320, 333, 1000):
+        with Feed(
+            penstock.arrays(mapped(path)), batch_size=size, memory="256 MiB", shuffle=blocks, num_workers=1
+        ) as feed:
+            assert rows_of(feed) == expected()
+
+
+@pytest.mark.parametrize("stop", [1, 10, 17, 31])
+def test_it_goes_on_in_the_middle_of_a_group(stop: int, path: Path) -> None:
+    """With other batches and another budget: how much is mixed is part of the state."""
+    with Feed(penstock.arrays(mapped(path)), batch_size=32, memory="256 MiB", shuffle=BLOCKS, num_workers=2) as feed:
+        epoch = iter(feed)
+        before = [int(row / 3) for _ in range(stop) for row in next(epoch)[:, 0]]
+        state = json.loads(json.dumps(feed.state_dict()))
+        del epoch
+    assert state["window"] == 320
+    for size, blocks in ((32, Blocks(rows=40)), (20, Blocks(rows=40, group=1000))):
+        with Feed(
+            penstock.arrays(mapped(path)), batch_size=size, memory="128 MiB", shuffle=blocks, num_workers=0
+        ) as feed:
+            feed.load_state_dict(state)
+            assert before + rows_of(feed) == expected()
+    with (
+        Feed(penstock.arrays(mapped(path)), batch_size=32, memory="256 MiB", shuffle=Blocks(rows=41)) as feed,
+        pytest.raises(ValueError, match="blocks of 40 items"),
+    ):
+        feed.load_state_dict(state)
+
+
+def test_ranks_share_the_order(path: Path) -> None:
+    """Parts are disjoint and cover everything, and other numbers of ranks have the same order."""
+    parts = []
+    for rank in range(2):
+        with Feed(
+            penstock.arrays(mapped(path)),
+            batch_size=16,
+            memory="128 MiB",
+            shuffle=BLOCKS,
+            shard=(rank, 2),
+            num_workers=0,
+        ) as feed:
+            parts.append(rows_of(feed))
+    assert [row for pair in zip(*parts, strict=True) for row in pair] == expected()
+    with pytest.raises(ValueError, match="2 ranks must mix the same"):
+        Feed(penstock.arrays(mapped(path)), shuffle=Blocks(), shard=(0, 2))
+
+
+def test_each_block_is_read_in_one_go(tmp_path: Path) -> None:
+    """That is what it is for: counted by the items of each task, and never a file open in between."""
+    tasks: list[list[int]] = []
+
+    class Counting:
+        in_memory = True
+
+        def __len__(self) -> int:
+            return ROWS
+
+        def spec(self) -> Any:
+            return penstock.arrays(np.zeros((1, 3), np.float32)).spec()
+
+        def reader(self) -> Any:
+            return self
+
+        def read_into(self, indices: Any, out: Any, leaves: Any) -> None:
+            tasks.append(indices.tolist())
+            out[0][...] = 3 * indices[:, None] + np.arange(3)
+
+        def read(self, indices: Any) -> Any:
+            raise NotImplementedError
+
+    with Feed(Counting(), batch_size=32, memory="256 MiB", shuffle=BLOCKS, num_workers=0) as feed:
+        assert rows_of(feed) == expected()
+    tasks = [task for task in tasks if len(task) > 16]
+    assert [len(task) for task in tasks] == [40] * 25
+    assert all(task == list(range(task[0], task[0] + 40)) for task in tasks)
+    assert sorted(task[0] // 40 for task in tasks) == list(range(25))
+    del tmp_path
+
+
+def test_a_source_with_blocks_of_its_own_is_read_by_them(path: Path) -> None:
+    """Row groups and shards have their sizes."""
+
+    class Sharded(type(penstock.arrays(mapped(path)))):  # type: ignore[misc]
+        def blocks(self) -> list[int]:
+            return [100, 250, 50, 600]
+
+    with Feed(Sharded(mapped(path)), batch_size=50, memory="256 MiB", shuffle=Blocks(group=350), num_workers=0) as feed:
+        seen = np.array(rows_of(feed))
+        assert sorted(seen.tolist()) == list(range(ROWS))
+        mixed = [
+            set(np.searchsorted([0, 100, 350, 400], part, side="right").tolist()) for part in np.split(seen, [350, 700])
+        ]
+    assert all(len(shards) <= 3 for shards in mixed)
+
+
+def test_what_is_mixed_follows_from_the_budget_and_stays_inside_it(path: Path) -> None:
+    """Two groups are in memory at once, and the plan says how many items that is."""
+    x = np.zeros((20_000, 4096), np.uint8)
+    groups = []
+    for memory in ("96 MiB", "160 MiB", "320 MiB"):
+        with Feed(penstock.arrays(x), batch_size=64, memory=memory, shuffle=Blocks()) as feed:
+            assert feed.plan.total_bytes <= feed.plan.memory
+            groups.append(feed.plan.batches_per_slot * 64)
+            assert "items mixed at a time" in str(feed.plan)
+    assert groups == sorted(groups)
+    assert groups[0] < groups[-1]
+    with (
+        Feed(penstock.arrays(mapped(path)), memory="64 MiB", shuffle=Blocks(group=10**9), num_workers=0) as feed,
+    ):
+        assert len(rows_of(feed)) == ROWS, "a group larger than all there is is all there is"
+    with (
+        pytest.raises(penstock.BudgetError),
+        Feed(penstock.arrays(x), memory="64 MiB", shuffle=Blocks(group=20_000), num_workers=0) as feed,
+    ):
+        feed.plan  # noqa: B018 - the first look solves it
+
+
+def test_an_item_that_fails_is_named_or_skipped(path: Path) -> None:
+    """It stands anywhere in its group."""
+    bad = expected()[100]
+
+    def load(row: Any) -> Any:
+        if row[0] == 3 * bad:
+            raise ValueError("broken")
+        return row
+
+    options: dict[str, Any] = {"batch_size": 32, "memory": "256 MiB", "shuffle": BLOCKS, "num_workers": 2}
+    with Feed(penstock.arrays(mapped(path)), load, **options) as feed:
+        with pytest.raises(penstock.LoadError, match="broken") as caught:
+            rows_of(feed)
+        assert caught.value.item == bad
+    with Feed(penstock.arrays(mapped(path)), load, on_error="skip", **options) as feed:
+        assert rows_of(feed) == [row for row in expected() if row != bad]
+        assert [item for item, _ in feed.stats.skipped] == [bad]
+
+
+def test_a_killed_worker_loses_nothing_of_a_group(tmp_path: Path, path: Path) -> None:
+    """Its block is read again, into the same places."""
+
+    def load(row: Any) -> Any:
+        if row[0] == 3 * 500 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os._exit(1)
+        return row
+
+    with Feed(
+        penstock.arrays(mapped(path)), load, batch_size=32, memory="256 MiB", shuffle=BLOCKS, num_workers=2
+    ) as feed:
+        assert rows_of(feed) == expected()
+        assert feed.stats.restarts == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": "max"}, 'batch_size="max"'),
+        ({"items": iter(range(9))}, "stream"),
+        ({"shuffle": "yes"}, "Blocks"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_once(options: dict[str, Any], words: str) -> None:
+    """Before anything is started."""
+    given = {"items": range(9), "shuffle": Blocks(), **options}
+    with pytest.raises((TypeError, ValueError), match=words):
+        Feed(given.pop("items"), np.int64, **given)
