@@ -26,6 +26,7 @@ CLAIMS: Final = (
     Claim("big", "penstock", "torch", 4.0),
     Claim("big", "penstock", "tinyloader", 10.0),
     Claim("big", "penstock", "tinyloader-shm", 2.0),
+    Claim("big", "penstock-tinyloader", "tinyloader", 5.0),
     Claim("big", "penstock-into", "threads", 1.0),
     Claim("big", "penstock-into", "loop", 1.0),
     Claim("big", "penstock-into", "read", 0.7),

@@ -288,9 +288,9 @@ class _TinyLoads:
 
 
 class _Tinyloader:
-    def __init__(self, job: Job, *, shared: bool) -> None:
+    def __init__(self, job: Job, *, shared: bool, module: str = "tinyloader.loader") -> None:
         self._job, self._shared = job, shared
-        self._load_with_workers = importlib.import_module("tinyloader.loader").load_with_workers
+        self._load_with_workers = importlib.import_module(module).load_with_workers
 
     def _epoch(self) -> Iterator[Any]:
         loader = _TinyLoads(self._job, copy=self._shared)
@@ -324,6 +324,10 @@ def _open_tinyloader_shared(job: Job) -> Running:
     return _Tinyloader(job, shared=True)
 
 
+def _open_tinyloader_through_penstock(job: Job) -> Running:
+    return _Tinyloader(job, shared=False, module="penstock.compat.tinyloader")
+
+
 CONTENDERS: Final = {
     contender.name: contender
     for contender in (
@@ -331,6 +335,9 @@ CONTENDERS: Final = {
         Contender("penstock-into", "Penstock, load writes into the slot", _open_penstock_into, ours=True),
         Contender("penstock-thread", "Penstock, threads that write into the slot", _open_penstock_thread, ours=True),
         Contender("penstock-unheld", "Penstock, its budget not enforced", _open_penstock_unheld, ours=True),
+        Contender(
+            "penstock-tinyloader", "tinyloader's interface on Penstock", _open_tinyloader_through_penstock, ours=True
+        ),
         Contender("loop", "a plain loop", _Loop),
         Contender("threads", "a thread pool", _Threads),
         Contender("torch-0", "torch DataLoader, no workers", _open_torch_alone, ("torch",)),

@@ -412,7 +412,7 @@ WORKLOADS: Final = {
             title="big arrays: 24 MiB .npy files in the page cache",
             contenders=(
                 "penstock", "penstock-into", "penstock-thread", "loop", "threads",
-                "torch-0", "torch", "tinyloader", "tinyloader-shm",
+                "torch-0", "torch", "tinyloader", "tinyloader-shm", "penstock-tinyloader",
             ),
             limits=("read", "read-1", "memcpy"),
             unit="bytes",

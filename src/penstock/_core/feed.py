@@ -7,13 +7,17 @@ engine obey.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock._core import machine
 from penstock._core.blocks import Blocks
@@ -323,9 +327,9 @@ class Feed:
         if self._current is not None and (older := self._current()) is not None:
             older.give_back()  # not closed: whoever goes on with it is told by LeaseError, not by an early end
 
-    def _epoch_of(self, launched: Launched | None, number: int, run: int) -> Epoch:
-        stats = self._stats
-        epoch = Epoch(launched, self._schedule, self._place, stats=stats, number=number, run=run, keeps=self)
+    def _epoch_of(self, launched: Launched | None, number: int, run: int, place: Bookmark | None = None) -> Epoch:
+        stats, place = self._stats, place or self._place
+        epoch = Epoch(launched, self._schedule, place, stats=stats, number=number, run=run, keeps=self)
         self._current = weakref.ref(epoch)
         return epoch
 
@@ -343,6 +347,31 @@ class Feed:
         self._launched = launched
         self._finalizer = weakref.finalize(self, launched.engine.close)
         return launched
+
+    # ---- for the interfaces above it: batches by their numbers, and a limit of slots
+
+    def _pick(self, batches: Iterable[tuple[int, int]]) -> int:
+        """Begin on batches given as (epoch, number), in that order; the run whose epochs ``_picked`` gives.
+
+        They are drawn as slots come free and read ahead like any others. Only if ``options.picks``.
+        """
+        launched = self._prepare()
+        self._end_current()
+        return launched.engine.begin(self._schedule.chosen(launched.cut, batches), ahead=1)
+
+    def _picked(self, run: int, epoch: int) -> Epoch:
+        """The batches of an epoch that come next in such a run; the feed's own place is not moved by them."""
+        return self._epoch_of(self._launched, epoch, run, Bookmark(self._options.world))
+
+    def _places(self, epoch: int, number: int) -> npt.NDArray[np.int64]:
+        """Which items a batch is made of: their places among all items."""
+        options = self._options
+        size = (self.plan.batch_size if options.batch_size == "max" else options.batch_size) // (options.each or 1)
+        return self._schedule.order(epoch).indices(number * size, (number + 1) * size)
+
+    def _limit_slots(self, most: int) -> None:
+        """Plan no more slots than these; before the first use."""
+        self._options = dataclasses.replace(self._options, most_slots=most)
 
 
 def plan(

@@ -264,6 +264,7 @@ class _Planner:
             # A stream may be slow or live: its batches are handed out one by one.
             groups=program.mode is Mode.ROWS and not options.streams and mixing is None,
             length=self._schedule.samples,
+            most_slots=options.most_slots,
         )
         try:
             plan = solve(request, footprint)

@@ -53,6 +53,8 @@ class Options:
     world: int
     door: Callable[[Any], Any] | None
     start_method: Literal["fork", "forkserver", "spawn"] | None
+    most_slots: int | None = None
+    """A limit that an interface above the feed has for the slots."""
 
     @classmethod
     def checked(
@@ -147,6 +149,13 @@ class Options:
     def skips(self) -> bool:
         """Whether items that fail may be left out."""
         return self.on_error == "skip" or (isinstance(self.on_error, Retry) and self.on_error.then == "skip")
+
+    @property
+    def picks(self) -> bool:
+        """Whether every batch has its place in the order, so that any can be had by its number."""
+        each, size = self.each, self.batch_size
+        whole = each == 1 or (each is not None and size != "max" and size % each == 0)
+        return whole and not self.streams and not self.skips
 
     @property
     def in_processes(self) -> bool:

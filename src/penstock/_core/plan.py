@@ -147,6 +147,8 @@ class Request:
     """Keep loaded samples in what the budget leaves."""
     groups: bool = False
     """Small batches may share a slot."""
+    most_slots: int | None = None
+    """A limit for the slots, where the interface above has one; two are the fewest there can be."""
 
     def __post_init__(self) -> None:
         if self.memory <= 0:
@@ -347,12 +349,17 @@ class _Costs:
         """So many that no worker runs dry while the consumer holds two and one is ready."""
         free = min(WANTED_SLOTS if self.request.groups else MOST_SLOTS, CHEAP_SLOTS_BYTES // max(1, self.batch))
         if workers == 0:
-            return max(STEADY_SLOTS, free)
-        return max(WANTED_SLOTS, free, STEADY_SLOTS + ceil(workers / self.fillers()))
+            return self.limited(max(STEADY_SLOTS, free))
+        return self.limited(max(WANTED_SLOTS, free, STEADY_SLOTS + ceil(workers / self.fillers())))
+
+    def limited(self, slots: int) -> int:
+        """No more slots than there may be."""
+        most = self.request.most_slots
+        return slots if most is None else min(slots, max(FEWEST_SLOTS, most))
 
     def fewest_slots(self, workers: int) -> int:
         """So many that every worker has something to do while the consumer holds one."""
-        return max(STEADY_SLOTS if workers > 2 else FEWEST_SLOTS, 1 + ceil(workers / self.fillers()))
+        return self.limited(max(STEADY_SLOTS if workers > 2 else FEWEST_SLOTS, 1 + ceil(workers / self.fillers())))
 
 
 def _wanted_workers(request: Request, footprint: Footprint) -> tuple[int, str]:
@@ -469,6 +476,8 @@ def _notes(costs: _Costs, wish: tuple[int, str], rung: tuple[int, int], *, cache
         reason = "the rest went into the batch size" if maximal else "one more does not fit"
         waits = "; the consumer waits when it holds two batches at once" if slots == FEWEST_SLOTS else ""
         yield f"{slots} slots, not {wanted_slots}: {reason}{waits}"
+    elif slots == request.most_slots:
+        yield f"{slots} slots: no more were allowed"
     elif workers == 0:
         yield f"{slots} slots: the consumer may hold two batches while the next one is loaded"
     elif slots == STEADY_SLOTS + ceil(workers / costs.fillers()):

@@ -6,7 +6,7 @@ Pure for sequences. A stream is pulled from here, and nowhere else, one unit at 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -129,6 +129,16 @@ class Schedule:
             return 0
         items, over = divmod(-base % self.mixing.group, self._options.world)
         return 0 if over or items % cut.batch_items or items >= cut.unit_items else items
+
+    def chosen(self, cut: Cut, batches: Iterable[tuple[int, int]]) -> Iterator[Unit]:
+        """A unit for each of these batches, given as (epoch, number), in any order; not for streams."""
+        order: Order | None = None
+        for epoch, number in batches:
+            if order is None or order.epoch != epoch:
+                order = self.order(epoch)
+            start = number * cut.batch_items
+            indices = order.indices(start, min(start + cut.batch_items, len(order)))
+            yield Unit(epoch, start, indices, self.pick(indices, travels=cut.travels))
 
     def _stream_units(self, stream: Stream, cut: Cut, epoch: int, base: int, inside: int) -> Iterator[Unit]:
         o = self._options

@@ -1,0 +1,293 @@
+"""tinyloader's interface on top of a feed: ``from penstock.compat.tinyloader import ...`` is all that changes.
+
+What a ``Loader`` returns crosses from the worker through a slot, whatever it is: its arrays lie there as raw bytes, and
+only what is left of it (shapes, dtypes, other objects) is pickled. The arrays that ``post_process`` gets are views of
+the slot, which is used again when the last of them is gone and not before.
+
+Runs in the parent, except ``_Load``, which runs where items are loaded. Imports tinygrad when a tensor is made.
+"""
+
+from __future__ import annotations
+
+import abc
+import io
+import pickle
+from collections.abc import Generator, Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock import Feed, LoadError
+from penstock._core.errors import said, shown
+from penstock._core.options import check_count
+from penstock.compat.tinyloader_blocks import (
+    LoadRequestSharedBuffer,
+    MemoryPool,
+    SharedBuffer,
+    SharedNDArray,
+    init_worker,
+    share_ndarray,
+)
+
+if TYPE_CHECKING:
+    from multiprocessing.managers import SharedMemoryManager
+
+    from penstock._core.budget import Size
+
+__all__ = [
+    "LoadRequestSharedBuffer",
+    "Loader",
+    "Loading",
+    "MemoryPool",
+    "SharedBuffer",
+    "SharedMemoryShim",
+    "SharedNDArray",
+    "init_worker",
+    "load",
+    "load_with_workers",
+    "share_ndarray",
+]
+
+
+class Loader(abc.ABC):
+    """How items become samples; subclass it and write ``load``."""
+
+    def make_request(self, item: Any) -> Any:
+        """What is sent to a worker for an item; called in your process, in the order of the items. The item itself."""
+        return item
+
+    @abc.abstractmethod
+    def load(self, request: Any) -> Any:
+        """The sample of a request, mostly a tuple of arrays; called in a worker process."""
+
+    def post_process(self, response: Any) -> Any:
+        """What the loop gets of a sample; called in your process. Each array as a realized tinygrad tensor.
+
+        The arrays of ``response`` may lie in shared memory. They stay right for as long as anything refers to them, so
+        a copy is needed only to free that memory early.
+        """
+        if isinstance(response, tuple | list):
+            return tuple(map(_tensor, response))
+        return _tensor(response)
+
+    def shutdown(self) -> None:
+        """Called once in your process when the loading is over, also when it was left early or failed."""
+
+
+class SharedMemoryShim(Loader):
+    """A loader whose samples come through shared memory; here all of them do, so it only names the number of blocks.
+
+    ``smm`` is not used: a feed has memory of its own, without a name and without a process that looks after it.
+    """
+
+    def __init__(self, loader: Loader, smm: SharedMemoryManager | None, memory_pool_block_count: int | None) -> None:
+        self.loader = loader
+        self.memory_pool_block_count = memory_pool_block_count
+
+    def make_request(self, item: Any) -> Any:
+        """What the wrapped loader makes of it."""
+        return self.loader.make_request(item)
+
+    def load(self, request: Any) -> Any:
+        """What the wrapped loader loads."""
+        return self.loader.load(request)
+
+    def post_process(self, response: Any) -> Any:
+        """What the wrapped loader makes of it."""
+        return self.loader.post_process(response)
+
+    def shutdown(self) -> None:
+        """Tell the wrapped loader."""
+        self.loader.shutdown()
+
+
+def load(loader: Loader, items: Iterable[Any]) -> Generator[Any, None, None]:
+    """Load one item after the other in this process, each when it is asked for."""
+    # Nothing of a sample has a name here: it would be held while the loop works on it.
+    return (loader.post_process(_loaded(loader, asked)) for asked in _asked(loader, items))
+
+
+def load_with_workers(
+    loader: Loader,
+    items: Iterable[Any],
+    num_worker: int | None = None,
+    shared_memory_enabled: bool = False,
+    memory_pool_block_count: int | None = None,
+    *,
+    memory: Size | None = None,
+) -> Loading:
+    """Load items in worker processes, ahead of the loop and in order; iterate it, or use it in a ``with`` block.
+
+    ``num_worker`` is the number of processes; None lets the plan decide, 0 loads in this process. All samples come
+    through shared memory, so ``shared_memory_enabled`` changes nothing. ``memory_pool_block_count`` is the most samples
+    that lie there at once (at least 2); ``memory`` is the budget for shared memory and workers together, as a
+    ``Feed`` takes it. Items are drawn only as far ahead as there are free blocks, so they may be an endless generator.
+    """
+    if memory_pool_block_count is None and isinstance(loader, SharedMemoryShim):
+        memory_pool_block_count = loader.memory_pool_block_count
+    feed = Feed(
+        _asked(loader, items),
+        _Load(loader),
+        batch_size=1,
+        collate_fn=_packed,  # of one sample, so that no axis is added to its arrays, and each may have its own form
+        num_workers=num_worker,
+        memory=memory,
+    )
+    if memory_pool_block_count is not None:
+        check_count("memory_pool_block_count", memory_pool_block_count, least=1)
+        feed._limit_slots(memory_pool_block_count)
+    return Loading(loader, feed)
+
+
+class Loading:
+    """Items that are being loaded by workers; made by ``load_with_workers``."""
+
+    def __init__(self, loader: Loader, feed: Feed) -> None:
+        self._loader = loader
+        self._closed = False
+        self._entered = False
+        self.feed = feed
+        """The feed below it, with its ``plan`` and ``stats``."""
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        """What ``post_process`` makes of each item, in order."""
+        try:
+            # A map holds nothing: the memory of a sample is free as soon as post_process and its result let it go.
+            yield from map(self._result, self.feed)
+        except LoadError as error:
+            named = _named(error)
+            raise named from named.__cause__
+        finally:
+            if not self._entered:
+                self.close()
+
+    def __enter__(self) -> Generator[Any, None, None]:
+        self._entered = True
+        return iter(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers and tell the loader; what was handed out stays right."""
+        if not self._closed:
+            self._closed = True
+            self.feed.close()
+            self._loader.shutdown()
+
+    def _result(self, packed: tuple[bytes, list[Any]]) -> Any:
+        return self._loader.post_process(_unpacked(*packed))
+
+
+# ---------------------------------------------------------------- what travels
+
+
+class _Asked:
+    """A request and the item it is for. Only the request travels: an item need not be possible to pickle."""
+
+    __slots__ = ("item", "request")
+
+    def __init__(self, request: Any, item: Any = None) -> None:
+        self.request, self.item = request, item
+
+    def __reduce__(self) -> tuple[type[_Asked], tuple[Any]]:
+        return _Asked, (self.request,)
+
+    def __repr__(self) -> str:
+        return repr(self.item)  # so that errors name the item
+
+
+def _asked(loader: Loader, items: Iterable[Any]) -> Iterator[_Asked]:
+    for item in items:
+        try:
+            request = loader.make_request(item)
+        except Exception as error:
+            raise _failed("make_request", item, error) from error
+        yield _Asked(request, item)
+
+
+def _loaded(loader: Loader, asked: _Asked) -> Any:
+    try:
+        return loader.load(asked.request)
+    except Exception as error:
+        raise _failed("load", asked.item, error) from error
+
+
+class _Loaded:
+    """A sample before it is packed. Not a tree of arrays: those of such trees would be copied once more on the way."""
+
+    __slots__ = ("sample",)
+
+    def __init__(self, sample: Any) -> None:
+        self.sample = sample
+
+
+class _Load:
+    """The load of the feed."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __call__(self, asked: _Asked) -> _Loaded:
+        return _Loaded(self._loader.load(asked.request))
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the memory of every array that has some out of the pickle."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            # numpy itself would put maps and slices, which are not one piece of memory, into the pickle.
+            if isinstance(value, np.memmap):
+                value = value.view(np.ndarray)
+            if type(value) is np.ndarray and not (value.flags.c_contiguous or value.flags.f_contiguous):
+                value = np.ascontiguousarray(value)
+            return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _packed(samples: list[_Loaded]) -> tuple[bytes, list[Any]]:
+    """The one sample of a batch: a pickle without the memory of its arrays, and that memory."""
+    memory: list[pickle.PickleBuffer] = []
+    head = io.BytesIO()
+    _Pickler(head, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=memory.append).dump(samples[0].sample)
+    return head.getvalue(), [np.frombuffer(piece.raw(), np.uint8) for piece in memory]
+
+
+def _unpacked(head: bytes, memory: list[Any]) -> Any:
+    return pickle.loads(head, buffers=memory)
+
+
+# ---------------------------------------------------------------- what comes of it
+
+
+def _failed(what: str, item: Any, error: BaseException) -> LoadError:
+    return LoadError(f"{what} failed for {shown(item)}: {said(error)}", item=item)
+
+
+def _named(error: LoadError) -> LoadError:
+    """The error of a feed in this interface's terms: the item is the user's, and no option is named that is not here."""
+    cause = error.__cause__
+    if isinstance(cause, LoadError):  # raised by _asked, inside the feed's stream
+        return cause
+    if isinstance(error.item, _Asked):
+        item = error.item.item
+        if type(error) is LoadError and cause is not None and not isinstance(cause, MemoryError):
+            named = _failed("load", item, cause)
+            named.__cause__ = cause
+            return named
+        error.item = item
+    return error
+
+
+def _tensor(value: Any) -> Any:
+    """A tensor with memory of its own; what no tensor can hold stays what it is."""
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in "biuf" or value.itemsize > 8:
+        return value
+    from tinygrad import Tensor
+
+    # tinygrad takes scalars for no data at all, and the bytes of the other byte order for numbers.
+    return Tensor(np.asarray(value, value.dtype.newbyteorder("="))).contiguous().realize()
