@@ -34,6 +34,9 @@ __all__ = ["FeedDataset"]
 # kept for those who will ask for them.
 EARLY: Final = 4
 
+# What a loop holds: the batch it works on, and the next. JAX goes on before it has read a batch, and may hold any number.
+HELD: Final = 2
+
 Batch = tuple[int, int]
 """An epoch and the number of a batch in it."""
 
@@ -132,10 +135,12 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
     def _set_up(self, feed: Feed, beside: tuple[Any, ...]) -> None:
         self._feed = feed
         self._beside = beside
+        self._runs_ahead = keras.backend.backend() == "jax"
         self._epoch = feed.epoch
         self._turn = threading.Lock()
+        self._waiting: set[object] = set()  # one for each thread that waits for its turn
         self._dice: Any = None
-        self._told = self._constructing = False
+        self._asked = self._told = self._constructing = False
         self._early: dict[Batch, Any] = {}
         self._last: Batch = (-1, -1)
         self._shuffled = False
@@ -170,8 +175,11 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         if not -count <= number < count:
             raise IndexError(f"there is no batch {number}: the dataset has {count}")
         number %= count
+        me = object()
+        self._waiting.add(me)
         with self._turn:
-            epoch = self._epoch
+            self._waiting.discard(me)
+            epoch, self._asked = self._epoch, True
             batch = self._take((epoch, number))
         if not self._beside:
             return _as_tuple(batch)
@@ -179,9 +187,10 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         return (batch, *(optree.tree_map(lambda column: column[places], tree) for tree in self._beside))
 
     def on_epoch_end(self) -> None:
-        """Begin the next epoch."""
+        """Begin the next epoch, if anything of this one was asked for: Keras calls this twice after a validation."""
         with self._turn:
-            self._epoch += 1
+            self._epoch += self._asked
+            self._asked = False
             self._early.clear()
 
     def close(self) -> None:
@@ -258,7 +267,9 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
     def _walk(self, wanted: Batch) -> Any:
         """Go on to this batch, keeping those on the way for who may ask for them."""
         self._foresee()
-        if wanted not in self._coming:
+        # Passed over by a single thread, a batch was wrongly foreseen; among several it may be another's, who comes soon.
+        likely = [batch for batch in self._coming if batch[0] == wanted[0]] if self._waiting else [*self._coming][:1]
+        if wanted not in likely or self._coming[0][0] != wanted[0]:
             self._begin(wanted)
         while True:
             batch = self._next()
@@ -276,7 +287,14 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
             self._reading = self._feed._picked(self._run, epoch)
         batch = next(self._reading)
         self._last = self._coming.popleft()
-        return batch
+        return self._own(batch) if self._runs_ahead else batch
+
+    def _own(self, batch: Any) -> Any:
+        """A copy, where so many batches are held that the workers would run dry."""
+        engine = self._feed._engine
+        if engine is None or engine.held <= HELD:
+            return batch
+        return optree.tree_map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
 
     def _foresee(self) -> None:
         self._coming.extend(itertools.islice(self._after, max(0, 1 + EARLY - len(self._coming))))
@@ -289,7 +307,8 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         shuffled, known = False, True
         dice, self._dice = self._dice, None
         drawn = _shuffled(count, dice) if dice is not None else ()
-        if drawn and drawn[0] == number:
+        # Batch 0 may begin either order: then it is likely that of the pass before.
+        if drawn and drawn[0] == number and (number or self._shuffled):
             order, shuffled = drawn, True
         elif self._coming and self._coming[0][1] == number:  # the order goes on, only the epoch is another
             old = self._coming[0][0]
@@ -311,7 +330,8 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
             if self._reading is None:
                 self._reading = iter(self._feed)
             try:
-                return next(self._reading)
+                batch = next(self._reading)
+                return self._own(batch) if self._runs_ahead else batch
             except StopIteration:
                 self._reading = None
             except BaseException:
