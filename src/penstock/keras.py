@@ -26,6 +26,7 @@ import optree
 
 from penstock import Epoch, Feed, LeaseError, Retry, arrays
 from penstock._core.budget import Size
+from penstock._core.options import OnError
 from penstock._core.spec import Cast
 
 __all__ = ["FeedDataset"]
@@ -34,7 +35,7 @@ __all__ = ["FeedDataset"]
 # kept for those who will ask for them.
 EARLY: Final = 4
 
-# What a loop holds: the batch it works on, and the next. JAX goes on before it has read a batch, and may hold any number.
+# What a loop holds: the batch it works on, and the next. JAX goes on before it has read a batch, and holds any number.
 HELD: Final = 2
 
 Batch = tuple[int, int]
@@ -49,9 +50,9 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
     (or trees of them) with one row per item. Without ``y``, a ``load`` may return ``(inputs, targets)`` or ``(inputs,
     targets, sample_weight)``.
 
-    ``ds[i]`` is batch i of the current epoch; ``on_epoch_end``, which Keras calls, begins the next one. With ``shuffle``
-    the samples of all batches are drawn anew for each epoch, from ``seed``. ``fit(shuffle=True)``, Keras' default,
-    permutes whole batches on top of that.
+    ``ds[i]`` is batch i of the current epoch; ``on_epoch_end``, which Keras calls, begins the next one. With
+    ``shuffle`` the samples of all batches are drawn anew for each epoch, from ``seed``. ``fit(shuffle=True)``, Keras'
+    default, permutes whole batches on top of that.
 
     ``memory``, ``num_workers``, ``executor`` and the other arguments are those of ``penstock.Feed``; for its further
     ones make a feed and use ``FeedDataset.from_feed``. ``workers``, ``use_multiprocessing`` and ``max_queue_size`` are
@@ -73,7 +74,7 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         executor: Literal["process", "thread"] = "process",
         drop_last: bool = False,
         cast: Cast = None,
-        on_error: Literal["raise"] | Retry = "raise",
+        on_error: OnError = "raise",
         timeout: float | None = None,
         cache: str | os.PathLike[str] | None = None,
         workers: int = 1,
@@ -267,7 +268,7 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
     def _walk(self, wanted: Batch) -> Any:
         """Go on to this batch, keeping those on the way for who may ask for them."""
         self._foresee()
-        # Passed over by a single thread, a batch was wrongly foreseen; among several it may be another's, who comes soon.
+        # A batch that a single thread passes over was wrongly foreseen; among several threads it may be another's.
         likely = [batch for batch in self._coming if batch[0] == wanted[0]] if self._waiting else [*self._coming][:1]
         if wanted not in likely or self._coming[0][0] != wanted[0]:
             self._begin(wanted)

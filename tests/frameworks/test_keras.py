@@ -1,4 +1,4 @@
-"""FeedDataset in the real Keras: batches by number, in whatever order, read ahead, and through fit, evaluate, predict."""
+"""FeedDataset in the real Keras: batches by number, in whatever order, read ahead; fit, evaluate and predict."""
 
 from __future__ import annotations
 
@@ -120,14 +120,16 @@ def test_weights_and_trees_of_targets_keep_to_their_samples() -> None:
     x, weight = np.arange(ITEMS), np.arange(ITEMS) / 10
     y = {"twice": 2 * x, "row": np.stack([x, -x], axis=1)}
     options: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, "num_workers": 0}
-    for how in ({"load": load}, {}):
-        data = x if how else np.stack([load(item) for item in x])
-        for dataset in (FeedDataset(data, y, sample_weight=weight, **options, **how),):
-            for number in range(BATCHES):
-                images, targets, weights = dataset[number]
-                assert (targets["row"] == np.stack([images[:, 0, 0], -images[:, 0, 0]], axis=1)).all()
-                assert (targets["twice"] == 2 * images[:, 0, 0]).all()
-                assert (weights == images[:, 0, 0].astype(np.int64) / 10).all()
+    data = np.stack([load(item) for item in range(ITEMS)])
+    for dataset in (
+        FeedDataset(x, y, sample_weight=weight, load=load, **options),
+        FeedDataset(data, y, sample_weight=weight, **options),
+    ):
+        for number in range(BATCHES):
+            images, targets, weights = dataset[number]
+            assert (targets["row"] == np.stack([images[:, 0, 0], -images[:, 0, 0]], axis=1)).all()
+            assert (targets["twice"] == 2 * images[:, 0, 0]).all()
+            assert (weights == images[:, 0, 0].astype(np.int64) / 10).all()
 
 
 def test_data_needs_no_load(tmp_path: Path) -> None:
@@ -351,7 +353,7 @@ from penstock.keras import FeedDataset
 
 folder = Path(sys.argv[1])
 rng = np.random.default_rng(0)
-for number in range(600):  # a bright square in one of four corners, in noise
+for number in range(400):  # a bright square in one of four corners, in noise
     image = rng.normal(0, 1, (16, 16)).astype(np.float32)
     row, column = divmod(number % 4, 2)
     image[8 * row : 8 * row + 8, 8 * column : 8 * column + 8] += 0.7
@@ -359,7 +361,7 @@ for number in range(600):  # a bright square in one of four corners, in noise
 
 paths = np.array(sorted(map(str, folder.glob("*.npy"))))
 labels = np.array([int(Path(path).name[0]) for path in paths])
-held_out = rng.permutation(len(paths)) < 120
+held_out = rng.permutation(len(paths)) < 100
 
 keras.utils.set_random_seed(0)
 model = keras.Sequential([keras.Input((16, 16)), keras.layers.Flatten(), keras.layers.Dense(4, activation="softmax")])
@@ -369,7 +371,7 @@ with (
     FeedDataset(paths[~held_out], labels[~held_out], shuffle=True, **how) as training,
     FeedDataset(paths[held_out], labels[held_out], **how) as validation,
 ):
-    model.fit(training, validation_data=validation, epochs=15, verbose=0)
+    model.fit(training, validation_data=validation, epochs=12, verbose=0)
     _, accuracy = model.evaluate(validation, verbose=0)
     guesses = model.predict(validation, verbose=0).argmax(axis=1)
     assert abs((guesses == labels[held_out]).mean() - accuracy) < 1e-6
@@ -378,7 +380,7 @@ print(keras.backend.backend(), accuracy)
 """
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_model_learns_from_a_folder_of_npy_files(tmp_path: Path, backend: str) -> None:
     if backend not in BACKENDS:
         pytest.skip(f"{backend} is not installed")
@@ -386,7 +388,9 @@ def test_a_model_learns_from_a_folder_of_npy_files(tmp_path: Path, backend: str)
         [sys.executable, "-c", LEARNS, str(tmp_path)],
         capture_output=True,
         text=True,
-        env={**os.environ, "KERAS_BACKEND": backend, "JAX_PLATFORMS": "cpu"},
+        check=False,
+        # On two cores the threads of torch and the workers get in each other's way.
+        env={**os.environ, "KERAS_BACKEND": backend, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     used, accuracy = done.stdout.split()[-2:]

@@ -355,8 +355,8 @@ class Feed:
 
         They are drawn as slots come free and read ahead like any others. Only if ``options.picks``.
         """
-        launched = self._prepare()
         self._end_current()
+        launched = self._prepare()
         return launched.engine.begin(self._schedule.chosen(launched.cut, batches), ahead=1)
 
     def _picked(self, run: int, epoch: int) -> Epoch:

@@ -71,7 +71,7 @@ class Loader(abc.ABC):
             return tuple(map(_tensor, response))
         return _tensor(response)
 
-    def shutdown(self) -> None:
+    def shutdown(self) -> None:  # noqa: B027 - nothing to do unless a loader has something
         """Called once in your process when the loading is over, also when it was left early or failed."""
 
 
@@ -81,7 +81,12 @@ class SharedMemoryShim(Loader):
     ``smm`` is not used: a feed has memory of its own, without a name and without a process that looks after it.
     """
 
-    def __init__(self, loader: Loader, smm: SharedMemoryManager | None, memory_pool_block_count: int | None) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        smm: SharedMemoryManager | None,  # noqa: ARG002 - tinyloader's interface
+        memory_pool_block_count: int | None,
+    ) -> None:
         self.loader = loader
         self.memory_pool_block_count = memory_pool_block_count
 
@@ -112,7 +117,7 @@ def load_with_workers(
     loader: Loader,
     items: Iterable[Any],
     num_worker: int | None = None,
-    shared_memory_enabled: bool = False,
+    shared_memory_enabled: bool = False,  # noqa: ARG001 - tinyloader's interface
     memory_pool_block_count: int | None = None,
     *,
     memory: Size | None = None,
@@ -269,7 +274,7 @@ def _failed(what: str, item: Any, error: BaseException) -> LoadError:
 
 
 def _named(error: LoadError) -> LoadError:
-    """The error of a feed in this interface's terms: the item is the user's, and no option is named that is not here."""
+    """The error of a feed in this interface's terms: the user's item, and no option that is not here."""
     cause = error.__cause__
     if isinstance(cause, LoadError):  # raised by _asked, inside the feed's stream
         return cause

@@ -32,7 +32,9 @@ class SharedBuffer:
     @property
     def buf(self) -> memoryview:
         """The memory of the block."""
-        return memoryview(self.buffer.buf)[self.view]
+        memory = self.buffer.buf
+        assert memory is not None, "its manager has closed this memory"
+        return memory[self.view]
 
 
 @dataclass(frozen=True)
