@@ -35,9 +35,6 @@ __all__ = ["FeedDataset"]
 # kept for those who will ask for them.
 EARLY: Final = 4
 
-# What a loop holds: the batch it works on, and the next. JAX goes on before it has read a batch, and holds any number.
-HELD: Final = 2
-
 Batch = tuple[int, int]
 """An epoch and the number of a batch in it."""
 
@@ -136,11 +133,13 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
     def _set_up(self, feed: Feed, beside: tuple[Any, ...]) -> None:
         self._feed = feed
         self._beside = beside
+        # JAX goes on to the next step before it has read a batch, and holds any number of them; nobody can help it.
         self._runs_ahead = keras.backend.backend() == "jax"
         self._epoch = feed.epoch
         self._turn = threading.Lock()
         self._waiting: set[object] = set()  # one for each thread that waits for its turn
         self._dice: Any = None
+        self._since: list[int] = []  # numbers that were asked for since that state was taken
         self._asked = self._told = self._constructing = False
         self._early: dict[Batch, Any] = {}
         self._last: Batch = (-1, -1)
@@ -163,7 +162,8 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         """Batches an epoch; None where nobody can know."""
         if not self._feed._options.picks:
             return None
-        self._dice = random.getstate()  # what Keras will shuffle their numbers with, if it does
+        # What Keras will shuffle their numbers with, if it does, before it asks for the first.
+        self._dice, self._since = random.getstate(), []
         return len(self._feed)
 
     def __getitem__(self, index: Any) -> tuple[Any, ...]:
@@ -182,6 +182,8 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
             self._waiting.discard(me)
             epoch, self._asked = self._epoch, True
             batch = self._take((epoch, number))
+            if self._dice is not None:
+                self._since.append(number)
         if not self._beside:
             return _as_tuple(batch)
         places = self._feed._places(epoch, number)
@@ -291,9 +293,9 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         return self._own(batch) if self._runs_ahead else batch
 
     def _own(self, batch: Any) -> Any:
-        """A copy, where so many batches are held that the workers would run dry."""
+        """A copy, where so many batches are held that the feed would have to copy the next one, and say so."""
         engine = self._feed._engine
-        if engine is None or engine.held <= HELD:
+        if engine is None or engine.held < max(2, engine.plan.slots - 1):
             return batch
         return optree.tree_map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
 
@@ -306,11 +308,13 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         count = len(self._feed)
         order: Iterable[int] = (number,)  # anything may follow
         shuffled, known = False, True
-        dice, self._dice = self._dice, None
-        drawn = _shuffled(count, dice) if dice is not None else ()
-        # Batch 0 may begin either order: then it is likely that of the pass before.
-        if drawn and drawn[0] == number and (number or self._shuffled):
-            order, shuffled = drawn, True
+        so_far = [*self._since, number]
+        drawn = _shuffled(count, self._dice) if self._dice is not None else []
+        if drawn[: len(so_far)] != so_far:
+            self._dice, drawn = None, []
+        # A first batch that is number 0 begins either order: then the manner of the last pass is the likelier one.
+        if drawn and (so_far != [0] or self._shuffled):
+            order, shuffled = drawn[len(so_far) - 1 :], True
         elif self._coming and self._coming[0][1] == number:  # the order goes on, only the epoch is another
             old = self._coming[0][0]
             rest = itertools.takewhile(lambda batch: batch[0] == old, itertools.chain(self._coming, self._after))

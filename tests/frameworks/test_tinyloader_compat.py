@@ -387,6 +387,15 @@ def test_a_request_that_fails_names_the_item(workers: int | None) -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+def test_a_sample_that_cannot_be_sent_names_the_item() -> None:
+    class Unsendable(Arrays):
+        def load(self, request: int) -> Any:
+            return (x for x in range(request)) if request == 2 else request
+
+    with pytest.raises(penstock.LoadError, match=r"load failed for 2: TypeError: cannot pickle 'generator' object"):
+        list(load_with_workers(Unsendable(), range(4), 1))
+
+
 def test_an_item_that_kills_its_workers_is_named() -> None:
     with pytest.raises(penstock.WorkerLost) as caught:
         list(load_with_workers(Fails(), [("video", 1), ("video", 14)], 1))

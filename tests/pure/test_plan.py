@@ -57,6 +57,7 @@ def requests(batch_size: st.SearchStrategy[Any] = batch_sizes) -> st.SearchStrat
         length=st.one_of(st.none(), st.integers(0, 20), st.integers(0, 10**9)),
         cache=st.booleans(),
         groups=st.booleans(),
+        most_slots=st.one_of(st.none(), st.none(), st.integers(1, 12)),
     )
 
 
@@ -307,6 +308,13 @@ def test_there_are_no_more_workers_than_samples() -> None:
 def test_slots_are_enough_that_no_worker_runs_dry(changes: dict[str, Any], slots: int) -> None:
     """Slots beyond that would only be memory."""
     assert solve(Request(memory=GiB(4), cores=4, **changes), IMAGES).slots == slots
+
+
+@given(request=requests(), footprint=footprints, most=st.integers(1, 12))
+def test_a_limit_of_slots_is_kept(request: Request, footprint: Footprint, most: int) -> None:
+    """An interface above the feed may promise its users that no more than so many samples lie in shared memory."""
+    plan = solved(replace(request, most_slots=most), footprint)
+    assert plan is None or plan.slots <= max(2, most)
 
 
 def test_tiny_batches_get_more_slots_since_they_cost_nothing() -> None:

@@ -355,6 +355,8 @@ class Feed:
 
         They are drawn as slots come free and read ahead like any others. Only if ``options.picks``.
         """
+        if self._closed:
+            raise FeedClosed("the feed was closed: make a new one to go on")
         self._end_current()
         launched = self._prepare()
         return launched.engine.begin(self._schedule.chosen(launched.cut, batches), ahead=1)

@@ -135,7 +135,7 @@ def load_with_workers(
         _asked(loader, items),
         _Load(loader),
         batch_size=1,
-        collate_fn=_packed,  # of one sample, so that no axis is added to its arrays, and each may have its own form
+        collate_fn=_single,  # of one sample, so that no axis is added to its arrays, and each may have its own form
         num_workers=num_worker,
         memory=memory,
     )
@@ -221,23 +221,35 @@ def _loaded(loader: Loader, asked: _Asked) -> Any:
         raise _failed("load", asked.item, error) from error
 
 
-class _Loaded:
-    """A sample before it is packed. Not a tree of arrays: those of such trees would be copied once more on the way."""
-
-    __slots__ = ("sample",)
-
-    def __init__(self, sample: Any) -> None:
-        self.sample = sample
-
-
 class _Load:
-    """The load of the feed."""
+    """The load of the feed: a sample in the form in which it lies in a slot."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
-    def __call__(self, asked: _Asked) -> _Loaded:
-        return _Loaded(self._loader.load(asked.request))
+    def __call__(self, asked: _Asked) -> _Packed:
+        return _Packed(self._loader.load(asked.request))
+
+
+class _Packed:
+    """A pickle of a sample without the memory of its arrays, and that memory.
+
+    An object that no tree library looks into: the arrays of a tree would be copied once more on the way.
+    """
+
+    __slots__ = ("head", "memory")
+
+    def __init__(self, sample: Any) -> None:
+        pieces: list[pickle.PickleBuffer] = []
+        head = io.BytesIO()
+        _Pickler(head, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=pieces.append).dump(sample)
+        self.head = head.getvalue()
+        self.memory = [np.frombuffer(piece.raw(), np.uint8) for piece in pieces]
+
+
+def _single(samples: list[_Packed]) -> tuple[bytes, list[Any]]:
+    """The one sample of a batch, as what may lie in a slot."""
+    return samples[0].head, samples[0].memory
 
 
 class _Pickler(pickle.Pickler):
@@ -252,14 +264,6 @@ class _Pickler(pickle.Pickler):
                 value = np.ascontiguousarray(value)
             return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
-
-
-def _packed(samples: list[_Loaded]) -> tuple[bytes, list[Any]]:
-    """The one sample of a batch: a pickle without the memory of its arrays, and that memory."""
-    memory: list[pickle.PickleBuffer] = []
-    head = io.BytesIO()
-    _Pickler(head, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=memory.append).dump(samples[0].sample)
-    return head.getvalue(), [np.frombuffer(piece.raw(), np.uint8) for piece in memory]
 
 
 def _unpacked(head: bytes, memory: list[Any]) -> Any:
