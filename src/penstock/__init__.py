@@ -27,6 +27,8 @@ from penstock._core.errors import (
     WorkerLost,
 )
 from penstock._core.feed import BudgetWarning, Feed, plan
+from penstock._core.line_reader import Line
+from penstock._core.lines import lines
 from penstock._core.patience import SlowLoad
 from penstock._core.plan import Plan
 from penstock._core.program import Into, Pad, Padded, Retry, into
@@ -46,6 +48,7 @@ __all__ = [
     "Into",
     "KiB",
     "LeaseError",
+    "Line",
     "LoadError",
     "LoadTimeout",
     "MiB",
@@ -64,6 +67,7 @@ __all__ = [
     "WorkerLost",
     "arrays",
     "into",
+    "lines",
     "plan",
     "rng",
     "worker",

@@ -23,7 +23,7 @@ CORE: Final = PACKAGE / "_core"
 # None of these is needed to import penstock; each is imported when it is used.
 ON_USE: Final = (
     "IPython", "jax", "keras", "ml_dtypes", "pandas", "PIL", "psutil", "ray", "scipy", "tensorflow", "tinygrad",
-    "torch", "tqdm",
+    "torch", "tqdm", "zstandard",
 )  # fmt: skip
 
 MODULES: Final = sorted(PACKAGE.rglob("*.py"))

@@ -32,6 +32,7 @@ TINY = Sizes(
     slow_items=64,
     slow_ms=0.05,
     python_rows=600,
+    lines=600,
     memory_medium=70,
     memory_temporaries=8,
     memory_leaks=30,
@@ -78,7 +79,7 @@ def _one_byte_off(batches: list[Any]) -> list[Any]:
     return batches
 
 
-@pytest.mark.parametrize("name", ["big", "python", "slow"])
+@pytest.mark.parametrize("name", ["big", "python", "slow", "lines"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -94,7 +95,7 @@ def test_a_contender_with_wrong_content_is_found_out(name: str, change: Any, tmp
     assert _wrong(_job(name, tmp_path), change)
 
 
-@pytest.mark.parametrize("name", ["big", "python", "slow"])
+@pytest.mark.parametrize("name", ["big", "python", "slow", "lines"])
 def test_right_content_passes_the_check(name: str, tmp_path: Path) -> None:
     """Otherwise the check would prove nothing when it complains."""
     assert _wrong(_job(name, tmp_path), lambda batches: batches) == ""
@@ -119,7 +120,11 @@ def test_every_workload_names_contenders_limits_and_claims_that_exist() -> None:
 def test_a_tiny_run_gives_numbers_for_everyone_and_files_that_open(tmp_path: Path) -> None:
     """Otherwise `make bench` would be broken on the day someone doubts a figure."""
     setup = harness.Setup(
-        workloads=("big", "python"), contenders=("loop", "threads", "penstock"), sizes=TINY, rounds=1, memory_rounds=0
+        workloads=("big", "python", "lines"),
+        contenders=("loop", "threads", "penstock"),
+        sizes=TINY,
+        rounds=1,
+        memory_rounds=0,
     )
     told: list[str] = []
     results = harness.run(setup, tell=told.append)

@@ -38,4 +38,8 @@ CLAIMS: Final = (
     Claim("slow", "penstock", "share", 0.9),
     Claim("python", "penstock", "loop", 1.5),
     Claim("python", "penstock", "torch", 2.0),
+    Claim("lines", "penstock", "loop", 1.7),
+    Claim("lines", "penstock", "torch", 2.0),
+    Claim("lines", "penstock", "torch-lines", 2.0),
+    Claim("lines", "penstock", "loops", 0.9),
 )

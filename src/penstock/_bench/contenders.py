@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from penstock._bench.workloads import Job
+from penstock._bench.workloads import Job, TextLines, TokenCheck
 
 __all__ = ["CONTENDERS", "Contender", "Running"]
 
@@ -67,7 +67,13 @@ class _Batches:
         return _stacked([self._load(item) for item in items])
 
     def chunks(self) -> Iterator[Any]:
+        if isinstance(self._items, TextLines):
+            return self._of_text(iter(self._items))
         return (self._items[start : start + self._size] for start in range(0, len(self._items), self._size))
+
+    def _of_text(self, lines: Iterator[str]) -> Iterator[Any]:
+        while chunk := list(itertools.islice(lines, self._size)):
+            yield chunk
 
 
 class _Loop:
@@ -147,7 +153,8 @@ def _open_penstock(job: Job, *, executor: str = "process", into: bool = False) -
     if job.arrays is not None:
         return _Penstock(job, penstock.Feed(penstock.arrays(*job.arrays), **options))
     load = penstock.into(job.spec)(job.load_into) if into else job.load
-    return _Penstock(job, penstock.Feed(job.items, load, num_workers=job.workers, executor=executor, **options))
+    items = penstock.lines(job.text) if job.text is not None else job.items
+    return _Penstock(job, penstock.Feed(items, load, num_workers=job.workers, executor=executor, **options))
 
 
 def _open_penstock_into(job: Job) -> Running:
@@ -192,6 +199,50 @@ class _TorchItems:
         return self._from_numpy(sample)
 
 
+def _torch_text(job: Job) -> Any:
+    """An iterable-style dataset over the lines of a file, which each worker reads; as torch's own example, it keeps
+    those that are its share."""
+    data: Any = importlib.import_module("torch.utils.data")
+    from_numpy = importlib.import_module("torch").from_numpy
+    assert isinstance(job.check, TokenCheck)
+    job.check.in_order = False  # a batch is made of one worker's lines
+
+    class Text(data.IterableDataset):  # type: ignore[misc]  # frameworks carry no types here
+        def __iter__(self) -> Iterator[Any]:
+            info = data.get_worker_info()
+            first, step = (0, 1) if info is None else (info.id, info.num_workers)
+            for line in itertools.islice(job.items, first, None, step):
+                yield from_numpy(job.load(line))
+
+    return Text()
+
+
+class _TorchLines:
+    """A map-style dataset over a file whose lines were found beforehand; each worker opens it once."""
+
+    def __init__(self, job: Job) -> None:
+        assert job.text is not None
+        self._path, self._load = job.text, job.load
+        self._file: Any = None
+        self._from_numpy = importlib.import_module("torch").from_numpy
+        starts, at = [], 0
+        with open(job.text, "rb") as file:
+            for line in file:
+                if line.strip():
+                    starts.append(at)
+                at += len(line)
+        self._starts = np.array(starts)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Any:
+        if self._file is None:
+            self._file = open(self._path, "rb")  # noqa: SIM115 - as long as the worker lives
+        self._file.seek(self._starts[index])
+        return self._from_numpy(self._load(self._file.readline().decode().strip()))
+
+
 class _TorchColumns:
     """A dataset that gathers a whole batch at once: ``__getitems__``, which the fetcher prefers when it is there."""
 
@@ -219,11 +270,13 @@ def _padded(samples: list[Any]) -> Any:
 
 
 class _Torch:
-    def __init__(self, job: Job, *, workers: int, whole_batches: bool = False) -> None:
+    def __init__(self, job: Job, *, workers: int, whole_batches: bool = False, indexed: bool = False) -> None:
         torch: Any = importlib.import_module("torch")
         data: Any = importlib.import_module("torch.utils.data")
         dataset: Any
-        if job.arrays is None:
+        if job.text is not None:
+            dataset = _TorchLines(job) if indexed else _torch_text(job)
+        elif job.arrays is None:
             dataset = _TorchItems(job)
         elif whole_batches:
             dataset = _TorchColumns(job.arrays)
@@ -232,7 +285,7 @@ class _Torch:
         self._loader = data.DataLoader(
             dataset,
             batch_size=job.batch_size,
-            shuffle=job.shuffle,
+            shuffle=job.shuffle or None,  # an iterable-style dataset may not even hear of it
             num_workers=workers,
             persistent_workers=workers > 0,
             collate_fn=_as_is if whole_batches else _padded if job.pad else None,
@@ -255,6 +308,10 @@ def _open_torch_alone(job: Job) -> Running:
 
 def _open_torch_workers(job: Job) -> Running:
     return _Torch(job, workers=job.workers)
+
+
+def _open_torch_lines(job: Job) -> Running:
+    return _Torch(job, workers=job.workers, indexed=True)
 
 
 def _open_torch_getitems(job: Job) -> Running:
@@ -342,6 +399,7 @@ CONTENDERS: Final = {
         Contender("threads", "a thread pool", _Threads),
         Contender("torch-0", "torch DataLoader, no workers", _open_torch_alone, ("torch",)),
         Contender("torch", "torch DataLoader, persistent workers", _open_torch_workers, ("torch",)),
+        Contender("torch-lines", "torch DataLoader, workers, by line index", _open_torch_lines, ("torch",)),
         Contender("torch-getitems", "torch DataLoader, no workers, __getitems__", _open_torch_getitems, ("torch",)),
         Contender("tinyloader", "tinyloader, worker processes", _open_tinyloader, ("tinyloader.loader",)),
         Contender(

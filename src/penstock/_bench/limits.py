@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from penstock._bench.contenders import CONTENDERS
 from penstock._bench.drive import drive
 from penstock._bench.workloads import Job, WrongContent
 
@@ -94,6 +95,14 @@ def _share(job: Job) -> float:
     return loaded / (time.perf_counter() - began) * job.workers
 
 
+def _loops(job: Job) -> float:
+    """What a plain loop in one process makes of it, from the file to the batch, times the workers."""
+    timing, _ = drive(job, CONTENDERS["loop"].open, mark=lambda _: None)
+    if timing.wrong:
+        raise WrongContent(timing.wrong)
+    return timing.samples / timing.seconds * job.workers
+
+
 class _Gather:
     """``x[index], y[index]``, with the permutations made beforehand."""
 
@@ -131,6 +140,7 @@ LIMITS: Final[dict[str, tuple[str, Callable[[Job], float]]]] = {
     "read-1": ("one process reading page cache into reused memory", _read_alone),
     "read": ("all workers reading page cache into reused memory", _read_together),
     "share": ("one process loading, times the workers", _share),
+    "loops": ("a plain loop, times the workers", _loops),
     "gather": ("a bare x[index] per batch", _gather),
 }
 """name -> (what it is, how it is measured in samples per second)"""

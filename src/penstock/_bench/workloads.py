@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FULL", "QUICK", "WORKLOADS", "Check", "Job", "Sizes", "Workload", "WrongContent"]
+__all__ = ["FULL", "QUICK", "WORKLOADS", "Check", "Job", "Sizes", "TextLines", "TokenCheck", "Workload", "WrongContent"]
 
 Array = npt.NDArray[Any]
 
@@ -53,6 +54,8 @@ class Sizes:
     slow_batch: int = 16
     python_rows: int = 50_000
     python_batch: int = 256
+    lines: int = 400_000
+    lines_batch: int = 256
     memory_medium: int = 1500
     memory_temporaries: int = 160
     memory_leaks: int = 1000
@@ -64,7 +67,9 @@ class Sizes:
 
 FULL: Final = Sizes()
 # The same shapes with fewer of them: ratios move a little, none of them changes its meaning.
-QUICK: Final = Sizes(big_files=8, big_samples=24, rows=100_000, slow_items=256, python_rows=20_000, least_s=0.5)
+QUICK: Final = Sizes(
+    big_files=8, big_samples=24, rows=100_000, slow_items=256, python_rows=20_000, lines=100_000, least_s=0.5
+)
 
 
 class Check(Protocol):
@@ -99,6 +104,8 @@ class Job:
     """What ``load_into`` fills, as ``penstock.into`` wants it."""
     pad: bool = False
     """Samples differ in length: a batch is them padded with zeros, and their lengths."""
+    text: str | None = None
+    """The file whose lines the items are."""
 
     @property
     def samples(self) -> int:
@@ -404,6 +411,125 @@ def _python_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_byte
     )  # fmt: skip
 
 
+# lines: a text file, each line made into a row of tokens
+
+_TOKENS: Final = 128
+_NUMBER_CHARS: Final = 8
+
+
+class TextLines(Sequence[str]):
+    """The lines of a text file, read from the start whenever they are iterated: what a generator over it gives."""
+
+    def __init__(self, path: str, count: int) -> None:
+        self.path, self._count = path, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[str]:
+        with open(self.path, encoding="utf-8") as file:
+            for line in file:
+                if line := line.strip():
+                    yield line
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(itertools.islice(self, index.start, index.stop))
+
+
+def tokenize(line: str) -> Array:
+    """A row of a byte-level model's tokens: bytes from 3 on, 1 at the end of the text, 0 behind it."""
+    row = np.zeros(_TOKENS, np.int32)
+    text = np.frombuffer(line.encode(), np.uint8)[: _TOKENS - 1]
+    end = len(text)
+    row[:end] = text
+    row[:end] += 3
+    row[end] = 1
+    return row
+
+
+class TokenCheck:
+    """For rows of tokens that begin with the number of their line."""
+
+    def __init__(self, truth: Array, *, epochs: int) -> None:
+        self._truth = truth
+        self.in_order = True
+        """Whether lines must come as they stand in the file; one that deals them to its workers takes this back."""
+        self._places = 10 ** np.arange(_NUMBER_CHARS - 1, -1, -1)
+        self._ids = np.full(len(truth) * epochs, -1, np.int64)
+        self._count = 0
+        self._wrong: list[str] = []
+
+    def touch(self, batch: Any) -> None:
+        rows = np.asarray(batch)
+        here = slice(self._count, self._count + len(rows))
+        self._ids[here] = (rows[:, :_NUMBER_CHARS] - (3 + ord("0"))) @ self._places
+        self._count = here.stop
+
+    def verify(self, batch: Any) -> None:
+        self.touch(batch)
+        rows = np.asarray(batch)
+        ids = self._ids[self._count - len(rows) : self._count]
+        if ids.min() < 0 or ids.max() >= len(self._truth):
+            return  # finish() says so
+        if rows.dtype != np.int32 or not np.array_equal(rows, self._truth[ids]):
+            wrong = np.flatnonzero((rows != self._truth[ids]).any(axis=1))
+            self._wrong.append(f"{len(wrong)} of {len(rows)} rows of a batch have the tokens of another line")
+
+    def finish(self) -> None:
+        lines = len(self._truth)
+        epochs, rest = divmod(self._count, lines)
+        if rest:
+            raise WrongContent(f"{self._count} samples came; that is not a whole number of epochs of {lines}")
+        for epoch, ids in enumerate(self._ids[: self._count].reshape(epochs, lines)):
+            wrong = np.flatnonzero((ids if self.in_order else np.sort(ids)) != np.arange(lines))
+            if len(wrong):
+                raise WrongContent(
+                    f"epoch {epoch} does not hold each of {lines} lines once and in place: {len(wrong)} are wrong"
+                )
+        if self._wrong:
+            raise WrongContent(self._wrong[0])
+
+
+def _make_lines(folder: Path, sizes: Sizes, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    letters = rng.integers(97, 123, 2**20, np.uint8)
+    letters[rng.random(2**20) < 0.18] = 32
+    text = letters.tobytes()
+    truth = np.zeros((sizes.lines, _TOKENS), np.uint8)
+    with open(folder / "text.txt", "wb") as file:
+        spans = zip(rng.integers(0, 2**20 - 200, sizes.lines), rng.integers(12, 180, sizes.lines), strict=True)
+        for number, (start, length) in enumerate(spans):
+            line = b"%08d %s." % (number, text[start : start + length])
+            file.write(line + (b"\n\n" if number % 50 == 0 else b"\n"))
+            row = np.frombuffer(line, np.uint8)[: _TOKENS - 1]
+            truth[number, : len(row)] = row + 3
+            truth[number, len(row)] = 1
+        file.flush()
+        os.fsync(file.fileno())
+    np.save(folder / "truth.npy", truth)
+
+
+def _lines_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: int) -> Job:
+    path = str(folder / "text.txt")
+    with open(path, "rb", buffering=0) as file:  # whatever ran before may have pushed it out of the page cache
+        while file.read(2**20):
+            pass
+    epochs = _epochs_with_room(sizes.lines, 8)
+    return Job(
+        items=TextLines(path, sizes.lines),
+        load=tokenize,
+        batch_size=sizes.lines_batch,
+        sample_bytes=4 * _TOKENS,
+        check=TokenCheck(np.load(folder / "truth.npy", mmap_mode="r"), epochs=epochs + 2),
+        workers=workers,
+        budget_bytes=budget_bytes,
+        seed=seed,
+        least_s=sizes.least_s,
+        most_epochs=epochs,
+        text=path,
+    )
+
+
 WORKLOADS: Final = {
     workload.name: workload
     for workload in (
@@ -445,6 +571,15 @@ WORKLOADS: Final = {
             unit="samples",
             make=_make_python,
             job=_python_job,
+        ),
+        Workload(
+            name="lines",
+            title="lines of text, each made into 128 tokens of its bytes",
+            contenders=("penstock", "loop", "threads", "torch-0", "torch", "torch-lines"),
+            limits=("loops",),
+            unit="samples",
+            make=_make_lines,
+            job=_lines_job,
         ),
     )
 }  # fmt: skip

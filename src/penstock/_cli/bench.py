@@ -40,6 +40,8 @@ _SIZES_HELP = {
     "slow_batch": "samples of a batch",
     "python_rows": "rows of the workload python",
     "python_batch": "samples of a batch",
+    "lines": "lines of the workload lines",
+    "lines_batch": "samples of a batch",
     "memory_medium": "192 KiB samples of bench memory",
     "memory_temporaries": "its loads with large temporaries",
     "memory_leaks": "its calls of the load that leaks 1 MiB each",

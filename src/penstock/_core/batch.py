@@ -111,6 +111,8 @@ def packed_batch(packed: Packed, trees: Trees, memory: Any, start: int, convert:
             leaves.append(array.copy()[()] if convert is None else convert(array.copy()))
         elif kind == "scalar":
             leaves.append(array[()].item())
+        elif kind == "lines":
+            leaves.append(array.tobytes().decode("utf-8", "surrogatepass").split("\n"))
         else:
             data = array.tobytes()
             leaves.append(data.decode("utf-8", "surrogatepass") if kind == "str" else data)

@@ -13,7 +13,7 @@ import numpy as np
 from penstock._core.errors import PenstockError
 from penstock._core.order import rng_for
 
-__all__ = ["WorkerInfo", "asked", "enter", "leave", "restore", "rng", "save", "set_worker", "worker"]
+__all__ = ["Moment", "WorkerInfo", "asked", "enter", "leave", "restore", "rng", "save", "set_worker", "worker"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,11 +24,34 @@ class WorkerInfo:
     count: int
 
 
+class Moment:
+    """Which sample a thread is at. Between two samples of a task only ``index`` has to change."""
+
+    __slots__ = ("_made_for", "asked", "epoch", "generator", "index", "seed")
+
+    def __init__(self) -> None:
+        self.seed = 0
+        self.epoch = 0
+        self.index: int | None = None
+        self.generator: np.random.Generator | None = None
+        self._made_for: int | None = None
+        self.asked = False
+
+    def rng(self) -> np.random.Generator | None:
+        """The generator of this sample; None outside of any."""
+        if self.index is None:
+            return None
+        if self.generator is None or self._made_for != self.index:
+            self.generator = rng_for(self.seed, self.epoch, self.index)
+            self._made_for = self.index
+        return self.generator
+
+
 class _Context(threading.local):
-    key: tuple[int, int, int] | None = None
-    generator: np.random.Generator | None = None
     worker: WorkerInfo = WorkerInfo(0, 1)
-    asked: bool = False
+
+    def __init__(self) -> None:
+        self.moment = Moment()
 
 
 _here = _Context()
@@ -40,46 +63,47 @@ def rng() -> np.random.Generator:
     It depends on the feed's seed, the epoch and the item's place among all items, and on nothing else: not on the
     number of workers, not on what was loaded before. Asked twice for one item, it goes on where it was.
     """
-    if _here.generator is None:
-        if _here.key is None:
-            raise PenstockError(
-                "penstock.rng() belongs inside load or collate_fn: outside there is no sample to depend on"
-            )
-        _here.generator = rng_for(*_here.key)
-    return _here.generator
+    generator = _here.moment.rng()
+    if generator is None:
+        raise PenstockError("penstock.rng() belongs inside load or collate_fn: outside there is no sample to depend on")
+    return generator
 
 
 def worker() -> WorkerInfo:
     """Which worker this code runs in; the consumer's own process counts as worker 0 of 1."""
-    _here.asked = True
+    _here.moment.asked = True
     return _here.worker
 
 
-def enter(seed: int, epoch: int, index: int) -> None:
-    """A sample begins."""
-    _here.key = (seed, epoch, index)
-    _here.generator = None
-    _here.asked = False
+def enter(seed: int, epoch: int, index: int) -> Moment:
+    """A sample begins; for the next one of the same epoch it is enough to set the moment's ``index``."""
+    moment = _here.moment
+    moment.seed, moment.epoch, moment.index = seed, epoch, index
+    moment.generator = None
+    moment.asked = False
+    return moment
 
 
 def asked() -> bool:
     """Whether the sample that began last asked which worker this is."""
-    return _here.asked
+    return _here.moment.asked
 
 
 def leave() -> None:
     """No sample is being loaded."""
-    _here.key = _here.generator = None
+    _here.moment.index = _here.moment.generator = None
 
 
-def save() -> tuple[tuple[int, int, int] | None, np.random.Generator | None]:
-    """What a task that is put aside must find again when it goes on."""
-    return _here.key, _here.generator
+def save() -> Moment:
+    """What a task that is put aside must find again when it goes on; until then others have a moment of their own."""
+    moment = _here.moment
+    _here.moment = Moment()
+    return moment
 
 
-def restore(moment: tuple[tuple[int, int, int] | None, np.random.Generator | None]) -> None:
+def restore(moment: Moment) -> None:
     """The task goes on."""
-    _here.key, _here.generator = moment
+    _here.moment = moment
 
 
 def set_worker(info: WorkerInfo) -> None:

@@ -40,6 +40,7 @@ from penstock._core.errors import (
     shown,
 )
 from penstock._core.ledger import Ledger
+from penstock._core.line_reader import Scatter
 from penstock._core.order import Mixing
 from penstock._core.patience import Patience, SlowLoad, users_level
 from penstock._core.plan import Plan
@@ -335,7 +336,7 @@ class Engine:
             if isinstance(part, slice):
                 items, start, places = None if unit.items is None else unit.items[part], part.start, None
             else:
-                items, start, places = None if unit.items is None else [unit.items[i] for i in part.tolist()], 0, part
+                items, start, places = _chosen(unit.items, part), 0, part
             indices = unit.indices[part]
             task = Task(ident, chunk.slot, offset, capacity, start * self._each, unit.epoch, indices, items, unit.skip)
             task.places = places
@@ -643,6 +644,12 @@ class Engine:
 def _end(body: Any) -> int:
     """Bytes of a slot that a collated batch takes."""
     return max((offset + dtype.itemsize * math.prod(shape) for _, dtype, shape, offset in body.leaves), default=0)
+
+
+def _chosen(items: Sequence[Any] | None, part: npt.NDArray[np.int64]) -> Sequence[Any] | None:
+    if items is None or isinstance(items, Scatter):
+        return None if items is None else items[part]
+    return [items[i] for i in part.tolist()]
 
 
 def _place(ordinal: int, part: Part) -> int:

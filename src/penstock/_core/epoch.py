@@ -79,6 +79,7 @@ class Epoch:
         return self
 
     def __len__(self) -> int:
+        self._schedule.count()
         samples = self._schedule.samples_from(self._base, self._inside)
         if samples is None:
             raise TypeError("how many batches this epoch has is known only afterwards")

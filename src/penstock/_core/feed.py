@@ -157,7 +157,7 @@ class Feed:
         options = self._options
         if options.streams:
             raise TypeError("a stream of items has no length: count batches as they come")
-        samples = self._schedule.samples
+        samples = self._schedule.count()
         if samples is None:
             raise TypeError("with samples_per_item=None the number of batches is known only afterwards")
         size = self.plan.batch_size if options.batch_size == "max" else options.batch_size
@@ -166,6 +166,8 @@ class Feed:
     def __repr__(self) -> str:
         length = self._schedule.length
         count = "a stream" if length is None else f"{length} items"
+        if self._schedule.lines is not None:
+            count = f"{format_bytes(self._schedule.lines.total_bytes)} of text"
         options = self._options
         return f"<penstock.Feed of {count}, batch_size={options.batch_size}, memory={format_bytes(options.memory)}>"
 
@@ -227,7 +229,7 @@ class Feed:
         """Where the feed is, as a small JSON-able dict: what was handed out counts, what was read ahead does not."""
         here = self._place
         epoch, place, inside = here.epoch, here.place, here.inside
-        if here.position and not self._options.streams and inside == 0 and here.position >= self._end(epoch):
+        if here.position and not self._options.streams and inside == 0 and self._ended(epoch, here.position):
             epoch, place = epoch + 1, 0
         skipped = self._stats.skipped
         return {
@@ -286,7 +288,7 @@ class Feed:
         return {
             "seed": self._options.seed,
             "shuffle": self._options.shuffle if self._options.blocks is None else self._options.blocks.cut,
-            "length": self._schedule.length,
+            "length": self._schedule.extent,
             "items": self._fingerprint,
         }
 
@@ -296,12 +298,12 @@ class Feed:
     def _engine(self) -> Engine | None:
         return self._launched.engine if self._launched is not None else None
 
-    def _end(self, epoch: int) -> int:
-        """The position at which an epoch has given its last batch."""
-        end = len(self._schedule.order(epoch, self._place.base))
+    def _ended(self, epoch: int, position: int) -> bool:
+        """Whether an epoch has given its last batch when it has come to a position."""
+        left_out = 0
         if self._options.drop_last and self._options.each is not None and self._launched is not None:
-            end -= max(0, self._launched.plan.batch_size - 1) // self._options.each
-        return max(0, end)
+            left_out = max(0, self._launched.plan.batch_size - 1) // self._options.each
+        return self._schedule.ended(epoch, self._place.base, position, spare=left_out)
 
     def _begin(self, number: int, last: int) -> Epoch:
         if self._closed:

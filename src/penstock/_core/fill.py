@@ -21,8 +21,9 @@ import optree
 from penstock._core import context
 from penstock._core.errors import SpecError, shown
 from penstock._core.layout import Layout, aligned
+from penstock._core.line_reader import Unread
 from penstock._core.npy import read_npy
-from penstock._core.program import Into, Pad, Padded, Probe, Program, Retry
+from penstock._core.program import Into, Pad, Padded, Probe, Program, Retry, as_texts
 from penstock._core.source import Reader, Scatters
 from penstock._core.spec import (
     NAMESPACE,
@@ -261,6 +262,8 @@ class Filler:
 
             def write(item: Any = item, first: int = first, index: int = index) -> None:
                 context.enter(program.seed, task.epoch, index)
+                if type(item) is Unread:
+                    item = item.item()
                 if isinstance(program.load, Into):
                     out = spec.build([column[first, ...] for column in columns])
                     given: Any = program.load.function(item, out)
@@ -294,23 +297,37 @@ class Filler:
         """
         program, plain = self.program, self._plain
         assert plain is not None
-        load, seed, epoch, beat, enter = program.load, program.seed, task.epoch, self.beat, context.enter
+        load, beat = program.load, self.beat
         assert load is not None
+        moment = context.enter(program.seed, task.epoch, 0)
         indices = task.indices.tolist()
         places = list(zip(columns, plain.shapes, plain.dtypes, plain.numbers, strict=True))
         split = plain.split
+        alone = split is _single
+        column, shape, dtype, number = places[0]
         # One array straight from its file needs no memory in between, if it is what the first one was.
         reads_npy = load is np.load and len(columns) == 1
         rows = range(task.start, task.start + len(indices)) if task.places is None else task.places.tolist()
         for ordinal, (item, row) in enumerate(zip(self._items(task), rows, strict=True)):
             beat(ordinal)
-            enter(seed, epoch, indices[ordinal])
+            moment.index = indices[ordinal]
             sample, made = None, False
             try:
+                if type(item) is Unread:
+                    item = item.item()
                 if reads_npy and read_npy(item, columns[0][row, ...]):
                     continue
                 sample = load(item)
                 made = True
+                if alone:
+                    kind = type(sample)
+                    if kind is np.ndarray:
+                        if sample.shape == shape and sample.dtype == dtype:
+                            column[row] = sample
+                            continue
+                    elif kind is number:
+                        column[row] = sample
+                        continue
                 for (column, shape, dtype, number), value in zip(places, split(sample), strict=True):
                     kind = type(value)
                     if kind is np.ndarray:
@@ -332,6 +349,8 @@ class Filler:
     def _load_and_write(self, task: Task, columns: list[Array], row: int, ordinal: int, item: Any) -> None:
         assert self.program.load is not None
         context.enter(self.program.seed, task.epoch, int(task.indices[ordinal]))
+        if type(item) is Unread:
+            item = item.item()
         self._write(columns, row, self.program.load(item), item, [])
 
     def _write(
@@ -377,8 +396,12 @@ class Filler:
     def _fill_whole(self, task: Task, reply: Reply) -> More:
         program = self.program
         samples: list[Any] = []
-        for ordinal, item in self._each(task):
-            self._attempt(partial(self._collect, samples, task, ordinal, item), ordinal, item, None)
+        if program.load is None and program.collate is as_texts and not task.barred:
+            samples.extend(self._items(task))  # lines as they are, thousands in a batch
+        if not samples or Unread in map(type, samples):
+            samples.clear()
+            for ordinal, item in self._each(task):
+                self._attempt(partial(self._collect, samples, task, ordinal, item), ordinal, item, None)
         self.beat(Failure.COLLATING)
         context.enter(program.seed, task.epoch, COLLATE_INDEX + int(task.indices[0]))
         assert program.collate is not None
@@ -396,6 +419,9 @@ class Filler:
     def _unpacked(self, batch: Any) -> _Packing:
         """Any tree of arrays, scalars and texts as arrays to be written."""
         program = self.program
+        if program.collate is as_texts:  # no line has an end in it
+            joined = np.frombuffer("\n".join(batch).encode("utf-8", "surrogatepass"), np.uint8)
+            return _Packing(flatten("")[1], ["lines"], [joined], [joined.dtype])
         values, tree = flatten(batch)
         kinds = [_kind(value) for value in values]
         try:
@@ -519,14 +545,15 @@ class Filler:
 
     def _items(self, task: Task) -> Any:
         if task.items is not None:
-            return task.items
+            return task.items if self.program.fetch is None else self.program.fetch(task.items)
         assert self.program.reader is not None
         return self.program.reader.read(task.indices)
 
     def _samples(self, task: Task, ordinal: int, item: Any) -> Iterator[Any]:
         program = self.program
         context.enter(program.seed, task.epoch, int(task.indices[ordinal]))
-        assert program.load is not None or program.reader is not None
+        if type(item) is Unread:
+            item = item.item()
         if isinstance(program.load, Into):  # only a probe comes here: what it writes is thrown away
             out = program.load.spec.build([np.empty(leaf.shape, leaf.stored) for leaf in program.load.spec.leaves])
             program.load.function(item, out)

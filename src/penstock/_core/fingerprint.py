@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock._core.items import Picker, Stream
+from penstock._core.lines import Lines
 from penstock._core.order import mix
 from penstock._core.source import Source
 
@@ -27,7 +28,7 @@ ROWS_LOOKED_AT: Final = 16  # of a source, whose rows may be large and lie on a 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
-def fingerprint(items: Picker | Stream | Source) -> str | None:
+def fingerprint(items: Picker | Stream | Source | Lines) -> str | None:
     """A hash of the items; None for a stream, which cannot be looked at without using it up."""
     if isinstance(items, Stream):
         return None
@@ -36,6 +37,8 @@ def fingerprint(items: Picker | Stream | Source) -> str | None:
     own = getattr(items, "fingerprint", None)
     if own is not None:  # a source that knows better what makes it what it is
         return str(own())
+    if isinstance(items, Lines):
+        return _digest(items.looks())
     rows = items.reader().read(_spread(len(items), ROWS_LOOKED_AT))
     return _digest([str(items.spec()), *rows])
 

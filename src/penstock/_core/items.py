@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock._core.errors import LoadError
+from penstock._core.lines import Lines
 from penstock._core.order import windowed
 from penstock._core.source import Source
 
@@ -117,7 +118,7 @@ def stream_error(error: Exception, count: int) -> LoadError:
     return LoadError(f"the stream of items failed after {count} items: {type(error).__name__}: {error}")
 
 
-def sort_out(items: Any, load: Any) -> Picker | Stream | Source:
+def sort_out(items: Any, load: Any) -> Picker | Stream | Source | Lines:
     """Which kind of items these are; TypeError when they cannot be any."""
     if isinstance(items, str | bytes):
         raise TypeError(
@@ -126,7 +127,7 @@ def sort_out(items: Any, load: Any) -> Picker | Stream | Source:
         )
     if isinstance(items, Mapping):
         raise TypeError("items is a dict: give list(d.items()), or list(d) and look the values up in load")
-    is_source = isinstance(items, Source)
+    is_source = isinstance(items, Source | Lines)
     if load is None and not is_source:
         hint = (
             ": for a data set with __getitem__ write Feed(range(len(data)), data.__getitem__)"
@@ -137,7 +138,7 @@ def sort_out(items: Any, load: Any) -> Picker | Stream | Source:
     if load is not None and not callable(load):
         raise TypeError(f"load is a {type(load).__name__}, which cannot be called: give a function, item -> sample")
     if is_source:
-        source: Source = items
+        source: Source | Lines = items
         return source
     if hasattr(items, "__len__") and hasattr(items, "__getitem__"):
         return Picker(items)

@@ -22,6 +22,7 @@ from penstock._core.engine import Engine, Unit, error_of
 from penstock._core.errors import BudgetError, PenstockError
 from penstock._core.fill import Failed
 from penstock._core.layout import PAGE, Layout, slot_bytes
+from penstock._core.line_reader import READ_BYTES
 from penstock._core.options import Options
 from penstock._core.order import Mixing
 from penstock._core.plan import LEAN_WORKER_BYTES, TEMPLATE_BYTES, Footprint, Plan, Request, solve
@@ -75,6 +76,8 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
                 planner.solve(Probe(program.load.spec, 0, 1e-3, 1e-3, 0, 0), None)
             crew = _make_crew(options, program, options.num_workers)
             probe = _probe(options, schedule, crew, epoch, base)
+        if options.lines is not None:  # the probe reads a few lines, a task a block of them
+            probe = dataclasses.replace(probe, load_bytes=probe.load_bytes + READ_BYTES)
         if options.blocks is not None:
             plan, slot_size = planner.mix(probe, crew, options.blocks)
         else:
@@ -127,6 +130,7 @@ def _program(options: Options, inside: int) -> Program:
         options.seed,
         options.memory,
         options.timeout_s,
+        options.lines.reader.fetch if options.lines is not None else None,
     )
 
 
@@ -177,6 +181,8 @@ def _probe_source(options: Options, schedule: Schedule, epoch: int, base: int) -
 
 
 def _item_bytes(options: Options, schedule: Schedule, epoch: int, base: int) -> int:
+    if schedule.lines is not None:
+        return schedule.lines.item_bytes
     _, items = schedule.first(epoch, base, start=0, size=1)
     if not items:
         return 8
@@ -242,6 +248,8 @@ class _Planner:
         later = later and isinstance(crew, InlineCrew)
         processes = crew is None or later or not isinstance(crew, InlineCrew | ThreadCrew)
         window_bytes = self._window * self._item_bytes if options.streams and options.shuffle else 0
+        lines = self._schedule.lines
+        kept_bytes = window_bytes if lines is None else lines.parent_bytes
         footprint = Footprint(
             leaf_row_bytes=rows,
             load_bytes=probe.load_bytes + self._block_bytes(probe, mixing),
@@ -252,7 +260,7 @@ class _Planner:
             item_bytes=self._item_bytes,
         )
         request = Request(
-            memory=max(1, options.memory - window_bytes),
+            memory=max(1, options.memory - kept_bytes),
             batch_size=options.batch_size,
             num_workers=options.num_workers,
             isolated=self._isolated(mixing),
@@ -269,7 +277,8 @@ class _Planner:
         try:
             plan = solve(request, footprint)
         except BudgetError:
-            raise _does_not_fit(request, footprint, window=window_bytes > 0) from None
+            kept = ("line index", kept_bytes) if lines is not None else ("shuffle window", 0) if kept_bytes else None
+            raise _does_not_fit(request, footprint, kept=kept) from None
         notes = plan.notes
         if processes and plan.workers and footprint.waits and options.load is not None:
             # Only advice: a load that was not written for threads would give wrong samples in them, without a word.
@@ -281,11 +290,13 @@ class _Planner:
             notes = (*notes, f"shuffled in blocks of {mixing.rows:,} items, {mixing.group:,} items mixed at a time")
         if window_bytes:
             notes = (*notes, f"shuffle window of {self._window:,} items: {format_bytes(window_bytes)}")
+        if lines is not None:
+            notes = (*notes, lines.note())
         plan = dataclasses.replace(
             plan,
             memory=options.memory,
-            parent_bytes=plan.parent_bytes + window_bytes,
-            total_bytes=plan.total_bytes + window_bytes,
+            parent_bytes=plan.parent_bytes + kept_bytes,
+            total_bytes=plan.total_bytes + kept_bytes,
             notes=notes,
         )
         return plan, slot_bytes(rows, plan.batch_size * plan.batches_per_slot)
@@ -314,8 +325,11 @@ class _Planner:
         return mixing.rows * probe.sample_bytes
 
 
-def _does_not_fit(request: Request, footprint: Footprint, *, window: bool) -> BudgetError:
-    """The error whose ``least`` works when it is given: what is measured anew then may come out a little larger."""
+def _does_not_fit(request: Request, footprint: Footprint, *, kept: tuple[str, int] | None) -> BudgetError:
+    """The error whose ``least`` works when it is given: what is measured anew then may come out a little larger.
+
+    ``kept`` is what this process holds besides: its name, and what it takes apart from its share of the budget.
+    """
     wider = dataclasses.replace(
         footprint,
         load_bytes=int(footprint.load_bytes * MEASURED_SLACK),
@@ -325,11 +339,12 @@ def _does_not_fit(request: Request, footprint: Footprint, *, window: bool) -> Bu
     try:
         solve(request, wider)
     except BudgetError as error:
-        if not window:
+        if kept is None:
             return error
         # The window is a share of the budget, so what is left for the rest grows with it.
-        least = -(-error.least * WINDOW_SHARE // (WINDOW_SHARE - 1) // PAGE) * PAGE + PAGE
-        return BudgetError(f"{error} (with the shuffle window: memory={least})", least=least)
+        name, fixed_bytes = kept
+        least = -(-(error.least + fixed_bytes) * WINDOW_SHARE // (WINDOW_SHARE - 1) // PAGE) * PAGE + PAGE
+        return BudgetError(f"{error} (with the {name}: memory={least})", least=least)
     raise AssertionError("a larger footprint fits where a smaller one did not")
 
 

@@ -18,7 +18,8 @@ from penstock._core.blocks import Blocks
 from penstock._core.device import door
 from penstock._core.errors import shown
 from penstock._core.items import Picker, Stream, sort_out
-from penstock._core.program import Into, Pad, Retry
+from penstock._core.lines import Lines
+from penstock._core.program import Into, Pad, Retry, as_texts
 from penstock._core.source import Source
 from penstock._core.spec import Cast, to_dtype
 
@@ -32,7 +33,7 @@ Collate = Callable[[list[Any]], Any]
 class Options:
     """The arguments of a feed in the form in which they are used."""
 
-    items: Picker | Stream | Source
+    items: Picker | Stream | Source | Lines
     load: Callable[..., Any] | None
     batch_size: int | Literal["max"]
     memory: int
@@ -108,6 +109,11 @@ class Options:
         for dtype in cast.values() if isinstance(cast, Mapping) else () if cast is None else (cast,):
             _check_dtype(dtype)
         _check_timeout(timeout, load, executor, num_workers)
+        if isinstance(kind, Lines) and kind.packed and shuffle:
+            raise ValueError(
+                "compressed text can be read in order only, so shuffle=True is not possible: unpack the files, or "
+                "write them shuffled"
+            )
         rank, world = _shard(shard)
         if isinstance(shuffle, Blocks):
             _check_blocks(shuffle, kind, batch_size, world)
@@ -125,7 +131,7 @@ class Options:
             seed=int(seed),
             drop_last=bool(drop_last),
             cast=cast,
-            collate=Pad() if collate_fn == "pad" else list if collate_fn == "list" else collate_fn,
+            collate=_collate(collate_fn, lines=isinstance(kind, Lines) and load is None),
             each=samples_per_item,
             on_error=on_error,
             timeout_s=None if timeout is None else float(timeout),
@@ -137,8 +143,13 @@ class Options:
 
     @property
     def source(self) -> Source | None:
-        """The items, if they are a source."""
-        return None if isinstance(self.items, Picker | Stream) else self.items
+        """The items, if they are a source that reads by index."""
+        return None if isinstance(self.items, Picker | Stream | Lines) else self.items
+
+    @property
+    def lines(self) -> Lines | None:
+        """The items, if they are lines of text."""
+        return self.items if isinstance(self.items, Lines) else None
 
     @property
     def streams(self) -> bool:
@@ -161,6 +172,12 @@ class Options:
     def in_processes(self) -> bool:
         """Whether worker processes were asked for."""
         return self.executor == "process" and self.num_workers != 0
+
+
+def _collate(collate_fn: Any, *, lines: bool) -> Collate | None:
+    if lines and collate_fn in (None, "list"):
+        return as_texts
+    return Pad() if collate_fn == "pad" else list if collate_fn == "list" else collate_fn
 
 
 def _shard(shard: Any) -> tuple[int, int]:

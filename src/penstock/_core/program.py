@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from penstock._core.source import Reader
 from penstock._core.spec import Array, Cast, Spec, as_array, flatten
 from penstock._core.task import Mode
 
-__all__ = ["Into", "Pad", "Padded", "Probe", "Program", "Retry", "Setup", "into"]
+__all__ = ["Into", "Pad", "Padded", "Probe", "Program", "Retry", "Setup", "as_texts", "into"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,6 +117,11 @@ class Pad:
         return Padded(data, shapes[:, 0].copy() if ndim == 1 else shapes)
 
 
+def as_texts(samples: list[str]) -> list[str]:
+    """A batch of lines is a list of them; a slot holds it as one text. Known by name, like ``list``."""
+    return samples
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
     """How items become rows of slots."""
@@ -133,6 +138,8 @@ class Program:
     """The budget: not even the first load, which is measured, may ask for more."""
     timeout_s: float | None = None
     """How long one item may take."""
+    fetch: Callable[[Any], Iterable[Any]] | None = None
+    """What makes items of the places that travel in their stead (lines of files), block by block."""
 
     @property
     def skips(self) -> bool:

@@ -5,14 +5,16 @@ Pure for sequences. A stream is pulled from here, and nowhere else, one unit at 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from penstock._core.engine import Unit
 from penstock._core.items import Picker, Stream, stream_error
+from penstock._core.lines import Located
 from penstock._core.options import Options
 from penstock._core.order import Mixing, Order
 
@@ -48,13 +50,39 @@ class Schedule:
         """How many items are shuffled at a time, of a stream or in blocks, if a saved state says what it must be."""
         self.mixing: Mixing | None = None
         """How blocks are mixed, once it is known."""
+        o = options
+        self.lines = (
+            Located(o.lines, memory=o.memory, shuffle=o.shuffle, rank=o.rank, world=o.world, drop=o.drop_last)
+            if o.lines is not None
+            else None
+        )
+        """The lines of text that the items are, if they are."""
 
     @property
     def length(self) -> int | None:
-        """Items in all; None for a stream."""
+        """Items in all; None for a stream, and for lines that were not counted yet."""
+        if self.lines is not None:
+            return self.lines.length
         if isinstance(self._items, Stream):
             return None
         return self._items.length if isinstance(self._items, Picker) else len(self._items)
+
+    @property
+    def extent(self) -> int | None:
+        """What a saved state knows the items by: how many there are; of lines, which nobody has to count, the bytes."""
+        return self.length if self.lines is None else self.lines.total_bytes
+
+    def count(self) -> int | None:
+        """The same as ``samples``, but lines are counted for it, which may take a while."""
+        if self.lines is not None and self._options.each is not None:
+            self.lines.count()
+        return self.samples
+
+    def ended(self, epoch: int, base: int, position: int, *, spare: int) -> bool:
+        """Whether at most ``spare`` items come from a position on."""
+        if self.lines is not None and self.length is None:
+            return not self.lines.has(base + position + spare)
+        return position >= len(self.order(epoch, base)) - spare
 
     @property
     def samples(self) -> int | None:
@@ -68,20 +96,27 @@ class Schedule:
 
     def is_empty(self) -> bool:
         """Whether there is nothing at all; a stream is asked for its first item."""
-        return not self._items.peek(0, 1) if isinstance(self._items, Stream) else self.length == 0
+        if isinstance(self._items, Stream):
+            return not self._items.peek(0, 1)
+        if self.lines is not None and self.length is None:
+            return len(self.first(0, 0, start=0, size=1)[0]) == 0
+        return len(self.order(0)) == 0  # also where this rank's share of a few items is none
 
     def order(self, epoch: int, base: int = 0) -> Order:
         """The order of an epoch from a place on; not for streams."""
         o = self._options
         return Order(self.length or 0, o.shuffle, o.seed, epoch, o.rank, o.world, o.drop_last, base, self.mixing)
 
-    def first(self, epoch: int, base: int, *, start: int, size: int) -> tuple[Any, list[Any] | None]:
+    def first(self, epoch: int, base: int, *, start: int, size: int) -> tuple[Any, Sequence[Any] | None]:
         """Some items that an epoch begins with, and their indices, without using them up: for probes."""
         if isinstance(self._items, Stream):
             items = self._items.peek(start, start + size)
             indices = np.arange(start, start + len(items), dtype=np.int64)
             # Drawn from a window or dealt to ranks they come at other places: below 0 they are taken for none of them.
             return ~indices if self._options.shuffle or self._options.world > 1 else indices, items
+        if self.lines is not None and self.lines.walks:
+            with contextlib.closing(self.lines.walk(base + start * self._options.world, size)) as walk:
+                return next(walk, (np.empty(0, np.int64), None))
         indices = self.order(epoch, base).indices(start, start + size)
         return indices, self.pick(indices, travels=self._travels) if len(indices) else None
 
@@ -90,10 +125,12 @@ class Schedule:
         o = self._options
         return o.source is not None and o.source.in_memory and o.load is not None and o.in_processes
 
-    def pick(self, indices: Any, *, travels: bool) -> list[Any] | None:
+    def pick(self, indices: Any, *, travels: bool) -> Sequence[Any] | None:
         """The identities at these indices; None for a source that reads by index where the work is done."""
         if isinstance(self._items, Picker):
             return self._items(indices)
+        if self.lines is not None:
+            return self.lines.pick(indices)
         source = self._options.source
         return source.reader().read(indices) if travels and source is not None else None
 
@@ -101,6 +138,9 @@ class Schedule:
         """The units of an epoch from a place on; of its first item so many samples were handed out before."""
         if isinstance(self._items, Stream):
             yield from self._stream_units(self._items, cut, epoch, base, inside)
+            return
+        if self.lines is not None and self.lines.walks:
+            yield from self._line_units(self.lines, cut, epoch, base, inside)
             return
         order = self.order(epoch, base)
         end = len(order)
@@ -139,6 +179,17 @@ class Schedule:
             start = number * cut.batch_items
             indices = order.indices(start, min(start + cut.batch_items, len(order)))
             yield Unit(epoch, start, indices, self.pick(indices, travels=cut.travels))
+
+    def _line_units(self, lines: Located, cut: Cut, epoch: int, base: int, inside: int) -> Iterator[Unit]:
+        start = 0
+        with contextlib.closing(lines.walk(base, cut.unit_items)) as walk:
+            for indices, places in walk:
+                count = len(indices)
+                if self._options.drop_last and cut.exact:
+                    count -= count % cut.batch_items
+                if count:
+                    yield Unit(epoch, start, indices[:count], places[:count], inside)
+                start, inside = start + count, 0
 
     def _stream_units(self, stream: Stream, cut: Cut, epoch: int, base: int, inside: int) -> Iterator[Unit]:
         o = self._options

@@ -1,0 +1,531 @@
+"""``penstock.lines``: text files read by byte ranges, in order or shuffled exactly, by any kind of crew."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock import BudgetError, Feed, LoadError, PenstockError
+from penstock._core import line_index, lines
+from tests.live.crews import batches, each_crew, feed_of
+
+WIDTH = 24
+
+
+def tokens(line: str) -> np.ndarray[Any, Any]:
+    """Bytes and how many there are, in a row of fixed length."""
+    row = np.zeros(WIDTH, np.uint8)
+    data = line.encode()[: WIDTH - 1]
+    row[0] = len(data)
+    row[1 : 1 + len(data)] = np.frombuffer(data, np.uint8)
+    return row
+
+
+def text_of(row: np.ndarray[Any, Any]) -> str:
+    return row[1 : 1 + row[0]].tobytes().decode()
+
+
+def varying(line: str) -> np.ndarray[Any, Any]:
+    return np.frombuffer(line.encode(), np.uint8).astype(np.int32)
+
+
+def noisy(line: str) -> float:
+    return float(line.split()[1]) + penstock.rng().random()
+
+
+def write(path: Path, count: int, *, ends: str = "\n", start: int = 0) -> list[str]:
+    found = [f"line {number} é漢" for number in range(start, start + count)]
+    path.write_bytes(
+        "".join(f"{line}{ends}{ends if number % 5 == 0 else ''}" for number, line in enumerate(found)).encode()
+    )
+    return found
+
+
+def texts(feed: Feed) -> list[str]:
+    return [line for batch in feed for line in batch]
+
+
+def drained(crew: str, source: Any, load: Any = None, **options: Any) -> None:
+    """Go through an epoch and keep nothing."""
+    with feed_of(crew, source, load, **options) as feed:
+        for _ in feed:
+            pass
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> tuple[list[Path], list[str]]:
+    """Three files, one of them empty, with 1234 lines in all, some behind blank ones."""
+    paths = [tmp_path / name for name in ("a.txt", "b.txt", "empty.txt", "c.txt")]
+    paths[2].touch()
+    wanted = write(paths[0], 700) + write(paths[1], 34, ends="\r\n", start=700) + write(paths[3], 500, start=734)
+    return paths, wanted
+
+
+# ---------------------------------------- the same lines in the same order, whoever reads
+
+
+@each_crew
+@pytest.mark.parametrize("small", [False, True], ids=["one segment", "many segments"])
+def test_lines_come_in_order(
+    crew: str, three: tuple[list[Path], list[str]], small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if small:
+        monkeypatch.setattr(line_index, "SEGMENT_BYTES", 512)
+    paths, wanted = three
+    with feed_of(crew, penstock.lines(paths), batch_size=50) as feed:
+        for _ in range(2):
+            assert texts(feed) == wanted
+        assert len(feed) == 25
+    with feed_of(crew, penstock.lines(paths), tokens, batch_size=50) as feed:
+        assert [text_of(row) for batch in feed for row in batch] == wanted
+
+
+@each_crew
+def test_shuffled_lines_are_all_of_them_in_an_order_that_is_the_same_for_every_crew(
+    crew: str, three: tuple[list[Path], list[str]]
+) -> None:
+    paths, wanted = three
+    with feed_of("inline", range(len(wanted)), batch_size=50, shuffle=True, load=int) as feed:
+        orders = [[int(index) for batch in feed for index in batch] for _ in range(2)]
+    with feed_of(crew, penstock.lines(paths), batch_size=50, shuffle=True) as feed:
+        for order in orders:
+            assert texts(feed) == [wanted[index] for index in order]
+    with feed_of(crew, penstock.lines(paths), tokens, batch_size=50, shuffle=True) as feed:
+        assert [text_of(row) for batch in feed for row in batch] == [wanted[index] for index in orders[0]]
+
+
+@each_crew
+def test_tokens_of_varying_length_are_padded(crew: str, three: tuple[list[Path], list[str]]) -> None:
+    paths, wanted = three
+    found = []
+    for data, lengths in batches(crew, penstock.lines(paths), varying, batch_size=100, collate_fn="pad"):
+        found += [row[:length].astype(np.uint8).tobytes().decode() for row, length in zip(data, lengths, strict=True)]
+    assert found == wanted
+
+
+def test_batches_of_text_go_to_a_collate_fn_and_to_torch_as_they_are(three: tuple[list[Path], list[str]]) -> None:
+    paths, wanted = three
+    found = batches(
+        "process", penstock.lines(paths), batch_size=100, collate_fn=lambda rows: {"n": len(rows), "t": rows}
+    )
+    assert [batch["n"] for batch in found] == [100] * 12 + [34]
+    assert [line for batch in found for line in batch["t"]] == wanted
+    assert batches("inline", penstock.lines(paths), batch_size=100, collate_fn="list")[0] == wanted[:100]
+
+
+def test_randomness_belongs_to_the_line(three: tuple[list[Path], list[str]]) -> None:
+    paths, _ = three
+    found = {
+        crew: np.concatenate(batches(crew, penstock.lines(paths), noisy, batch_size=64))
+        for crew in ("inline", "thread", "process")
+    }
+    assert len(np.unique(found["inline"] % 1)) == 1234
+    for crew in ("thread", "process"):
+        np.testing.assert_array_equal(found[crew], found["inline"])
+
+
+# ---------------------------------------- going on, sharing
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_saved_state_goes_on_with_the_next_line_and_another_crew(tmp_path: Path, suffix: str, shuffle: bool) -> None:
+    if suffix and shuffle:
+        pytest.skip("compressed text comes in order only")
+    path = tmp_path / f"a.txt{suffix}"
+    wanted = write(tmp_path / "a.txt", 300)
+    if suffix:
+        path.write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
+    options = {"batch_size": 16, "shuffle": shuffle}
+    with feed_of("inline", penstock.lines(path), **options) as feed:
+        whole = [texts(feed), texts(feed)]
+    assert sorted(whole[0]) == sorted(wanted)
+    with feed_of("process", penstock.lines(path), tokens, **options) as feed:
+        epoch = iter(feed)
+        begun = [text_of(row) for _ in range(7) for row in next(epoch)]
+        state = json.loads(json.dumps(feed.state_dict()))
+    with feed_of("thread", penstock.lines(path), batch_size=10, shuffle=shuffle) as feed:
+        feed.load_state_dict(state)
+        assert begun + texts(feed) == whole[0]
+        assert texts(feed) == whole[1]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_state_of_a_finished_epoch_begins_the_next(tmp_path: Path, suffix: str, drop_last: bool) -> None:
+    write(tmp_path / "a.txt", 35)
+    path = tmp_path / f"a.txt{suffix}"
+    if suffix:
+        path.write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
+    with feed_of("inline", penstock.lines(path), batch_size=10, drop_last=drop_last) as feed:
+        epoch = iter(feed)
+        for _ in range(3 if drop_last else 4):
+            next(epoch)  # the last one, and nobody has asked whether it is
+        state = feed.state_dict()
+    assert (state["epoch"], state["position"]) == (1, 0)
+
+
+def test_a_state_of_other_files_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", 100)
+    write(tmp_path / "b.txt", 101)
+    with feed_of("inline", penstock.lines(tmp_path / "a.txt")) as feed:
+        next(iter(feed))
+        state = feed.state_dict()
+    for other in (penstock.lines(tmp_path / "b.txt"), penstock.lines(tmp_path / "a.txt", keep_blank=True)):
+        with feed_of("inline", other) as feed, pytest.raises(ValueError, match="belongs to"):
+            feed.load_state_dict(state)
+    (tmp_path / "moved").mkdir()
+    os.rename(tmp_path / "a.txt", tmp_path / "moved" / "a.txt")
+    with feed_of("inline", penstock.lines(tmp_path / "moved" / "a.txt")) as feed:
+        feed.load_state_dict(state)
+        assert next(iter(feed))[0].startswith("line 4 ")
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("count", [103, 2, 100])
+def test_ranks_get_equally_many_lines_and_all_of_them_together(
+    tmp_path: Path, suffix: str, shuffle: bool, drop_last: bool, count: int
+) -> None:
+    if suffix and shuffle:
+        pytest.skip("compressed text comes in order only")
+    path = tmp_path / f"a.txt{suffix}"
+    wanted = write(tmp_path / "a.txt", count)
+    if suffix:
+        path.write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
+    options = {"batch_size": 4, "shuffle": shuffle, "drop_last": drop_last}
+    ranks, of_indices = [], []
+    for rank in range(4):
+        with feed_of("inline", penstock.lines(path), shard=(rank, 4), **options) as feed:
+            ranks.append(list(feed))
+        with feed_of("inline", range(count), int, shard=(rank, 4), **options) as feed:
+            of_indices.append([[wanted[index] for index in batch] for batch in feed])
+    assert ranks == of_indices
+    assert len({len(rank) for rank in ranks}) == 1
+    if not drop_last:
+        assert {line for rank in ranks for batch in rank for line in batch} == set(wanted)
+
+
+# ---------------------------------------- how many there are
+
+
+def test_the_first_batch_needs_no_look_at_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_index, "SEGMENT_BYTES", 4096)
+    wanted = write(tmp_path / "a.txt", 20_000)
+    source = penstock.lines(tmp_path / "a.txt")
+    with feed_of("inline", source, batch_size=8) as feed:
+        assert next(iter(feed)) == wanted[:8]
+        assert not source.walked().complete
+        assert source.walked().lines < 1000
+        assert len(feed) == 2500
+        assert source.walked().complete
+
+
+def test_compressed_text_has_no_length_until_it_was_read(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", 100)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
+    with feed_of("inline", penstock.lines(tmp_path / "a.txt.gz"), batch_size=8) as feed:
+        with pytest.raises(TypeError, match="known only after they were read once"):
+            len(feed)
+        texts(feed)
+        assert len(feed) == 13
+    with pytest.raises(ValueError, match="in order only, so shuffle=True is not possible"):
+        Feed(penstock.lines(tmp_path / "a.txt.gz"), shuffle=True)
+
+
+@each_crew
+def test_no_lines_at_all_make_no_batches(crew: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "blank.txt").write_text(" \n\n\t\r\n")
+    (tmp_path / "empty.gz").write_bytes(gzip.compress(b"\n"))
+    for name in ("empty.txt", "blank.txt", "empty.gz"):
+        assert batches(crew, penstock.lines(tmp_path / name)) == []
+    assert batches(crew, penstock.lines(tmp_path / "blank.txt"), shuffle=True) == []
+    assert batches(crew, penstock.lines(tmp_path / "blank.txt", keep_blank=True)) == [["", "", ""]]
+
+
+# ---------------------------------------- compressed
+
+
+@each_crew
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_compressed_lines_come_in_order(crew: str, kind: str, three: tuple[list[Path], list[str]]) -> None:
+    paths, wanted = three
+    for path in (paths[0], paths[3]):  # beside one that is not
+        data = path.read_bytes()
+        if kind == "gz":
+            # Two members, as they come from tools that compress in parallel.
+            packed = gzip.compress(data[:1000]) + gzip.compress(data[1000:])
+        else:
+            zstandard = pytest.importorskip("zstandard", reason="zstd needs the package zstandard")
+            packed = zstandard.compress(data[:1000]) + zstandard.compress(data[1000:])
+        path.with_suffix(f".{kind}").write_bytes(packed)
+    mixed = [paths[0].with_suffix(f".{kind}"), paths[1], paths[3].with_suffix(f".{kind}")]
+    with feed_of(crew, penstock.lines(mixed), tokens, batch_size=50) as feed:
+        for _ in range(2):
+            assert [text_of(row) for batch in feed for row in batch] == wanted
+        assert len(feed) == 25
+
+
+def test_a_compressed_file_that_was_cut_short_says_where(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", 20_000)
+    packed = gzip.compress((tmp_path / "a.txt").read_bytes())
+    (tmp_path / "a.gz").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(PenstockError, match=r"a\.gz' could not be read on after line \d+: Compressed file ended"):
+        drained("process", penstock.lines(tmp_path / "a.gz"), tokens)
+
+
+def test_zstd_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "a.zst").touch()
+    with pytest.raises(ImportError, match=r"pip install 'penstock\[zstd\]'"):
+        penstock.lines(tmp_path / "a.zst")
+
+
+# ---------------------------------------- what goes wrong
+
+
+@each_crew
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("load", [None, tokens], ids=["text", "tokens"])
+def test_lines_that_cannot_be_decoded_are_left_out_or_named(
+    crew: str, shuffle: bool, load: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"".join(b"bad \xff\n" if n in (30, 31, 77) else b"line %d\n\n" % n for n in range(100)))
+    good = [f"line {n}" for n in range(100) if n not in (30, 31, 77)]
+    options = {"batch_size": 8, "shuffle": shuffle}
+    offset = path.read_bytes().index(b"bad")
+    with feed_of(crew, penstock.lines(path), load, on_error="skip", **options) as feed:
+        found = [line for batch in feed for line in (batch if load is None else map(text_of, batch))]
+        assert sorted(found) == sorted(good)
+        skipped = {item for item, _ in feed.stats.skipped}
+        assert {item.number for item in skipped} == {61, 62, 153}
+        assert min(item.offset for item in skipped) == offset
+        assert all(isinstance(error, UnicodeDecodeError) for _, error in feed.stats.skipped)
+    with pytest.raises(LoadError, match=r"line \d+ \(byte \d+\) of '.*a\.txt'.*UnicodeDecodeError") as caught:
+        drained(crew, penstock.lines(path), load, **options)
+    assert caught.value.item in skipped
+    if not shuffle:
+        assert caught.value.item == penstock.Line(str(path), 61, offset)
+
+
+def test_a_load_that_fails_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"x": 1}\n' * 50 + "{broken\n" + '{"x": 1}\n' * 50)
+    for source in (path, tmp_path / "a.jsonl.gz"):
+        if source.suffix == ".gz":
+            source.write_bytes(gzip.compress(path.read_bytes()))
+        with pytest.raises(LoadError, match=rf"load failed for line 51 .*of '{source}': JSONDecodeError"):
+            drained("process", penstock.lines(source), lambda line: json.loads(line)["x"])
+
+
+def test_a_line_in_the_middle_of_a_huge_file_is_named_by_its_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock._core.line_reader.COUNTED_BYTES", 100)
+    (tmp_path / "a.txt").write_bytes(b"fine\n" * 40 + b"\xff\n")
+    with pytest.raises(LoadError, match=r"the line at byte 200 of '.*a\.txt'"):
+        drained("inline", penstock.lines(tmp_path / "a.txt"))
+
+
+@each_crew
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("how", ["gone", "longer", "shorter", "other"])
+def test_files_that_change_meanwhile_are_told_of(crew: str, shuffle: bool, how: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    write(path, 1000)
+    source = penstock.lines(path)
+    len(source)
+    data = path.read_bytes()
+    kind: type[Exception] = LoadError
+    if how == "gone":
+        path.unlink()
+        match = "FileNotFoundError"
+        if shuffle:  # all lines are looked for before the first is read
+            kind, match = FileNotFoundError, "a.txt"
+    elif how == "other":  # as large as before
+        path.write_bytes(b"\n".join([b"x" * 9] * (len(data) // 10)).ljust(len(data), b"y"))
+        match = "was written to since its lines were looked for: 16 were there"
+        if shuffle:  # each line is known by its place alone: one that is there again is taken for it
+            return
+    else:
+        path.write_bytes(data + b"more\n" if how == "longer" else data[:-20])
+        kind, match = PenstockError, rf"had {len(data)} bytes .* and has \d+ now"
+    with pytest.raises(kind, match=match):
+        drained(crew, source, tokens, shuffle=shuffle)
+
+
+def test_a_file_that_changes_in_the_middle_of_an_epoch_is_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    write(path, 5000)
+    with feed_of("process", penstock.lines(path), tokens, shuffle=True) as feed:
+        epoch = iter(feed)
+        next(epoch)
+        path.write_text("other")
+        with pytest.raises(LoadError, match=r"had \d+ bytes .* and has 5 now"):
+            for _ in epoch:
+                pass
+
+
+def test_what_is_no_text_file_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        penstock.lines(tmp_path / "none.txt")
+    with pytest.raises(FileNotFoundError, match="takes paths, not patterns"):
+        penstock.lines(str(tmp_path / "*.txt"))
+    with pytest.raises(IsADirectoryError, match="give its files"):
+        penstock.lines(tmp_path)
+    with pytest.raises(ValueError, match="did a pattern match nothing"):
+        penstock.lines([])
+    with pytest.raises(TypeError, match=r"str or pathlib\.Path"):
+        penstock.lines([b"a.txt"])  # type: ignore[list-item]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="not a regular file"):
+        penstock.lines(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "match"),
+    [
+        ("nonsense", "is not known"),
+        ("rot13", "is not known"),
+        ("utf-7", "from the middle"),
+        ("cp037", "other line ends"),
+    ],
+)
+def test_encodings_that_cannot_be_cut_are_refused_at_once(tmp_path: Path, encoding: str, match: str) -> None:
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ValueError, match=match):
+        penstock.lines(tmp_path / "a.txt", encoding=encoding)
+    (tmp_path / "a.gz").touch()
+    with pytest.raises(ValueError, match="one-byte line ends, not in utf-16"):
+        penstock.lines(tmp_path / "a.gz", encoding="utf-16")
+
+
+# ---------------------------------------- memory
+
+
+@each_crew
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_line_larger_than_a_block_is_read_and_one_too_large_for_the_budget_refused(
+    crew: str, suffix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"a.txt{suffix}"
+    data = b"short\n" + b"x" * 3_000_000 + b"\nshort again"
+    path.write_bytes(gzip.compress(data) if suffix else data)
+    with feed_of(crew, penstock.lines(path), batch_size=2) as feed:
+        assert [len(line) for line in texts(feed)] == [5, 3_000_000, 11]
+    with pytest.raises(BudgetError, match=r"a budget of 20 MiB has room for lines of 2\.5 MiB") as caught:
+        drained(crew, penstock.lines(path), len, memory="20 MiB", num_workers=0)
+    with feed_of(crew, penstock.lines(path), len, memory=max(caught.value.least, 128 * 2**20)) as feed:
+        assert np.concatenate([batch.copy() for batch in feed]).tolist() == [5, 3_000_000, 11]
+
+
+def test_the_index_stays_within_its_share_and_the_plan_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_index, "SEGMENT_BYTES", 4096)
+    (tmp_path / "a.txt").write_text("".join(f"{n}\n" for n in range(300_000)))
+    wide, narrow = penstock.lines(tmp_path / "a.txt"), penstock.lines(tmp_path / "a.txt")
+    with feed_of("inline", wide, int, shuffle=True, batch_size=1000) as feed:
+        order = np.concatenate([batch.copy() for batch in feed])
+        assert "index of 300,000 lines, 4 bytes for each:" in " ".join(str(feed.plan).split())
+        most = feed.plan.parent_bytes
+    monkeypatch.setattr(lines, "SHARE", 64)
+    with feed_of("inline", narrow, int, shuffle=True, batch_size=1000, memory="16 MiB") as feed:
+        assert "4 bytes for every 8 of them:" in " ".join(str(feed.plan).split())
+        assert 4 * narrow.indexed(2**30)._entries[-1] <= 16 * 2**20 // 64
+        assert feed.plan.parent_bytes < most - 10**6
+        assert feed.plan.total_bytes <= 16 * 2**20
+        np.testing.assert_array_equal(np.concatenate([batch.copy() for batch in feed]), order)
+
+
+def test_the_least_budget_that_an_error_names_is_enough(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", 50_000)
+    source = penstock.lines(tmp_path / "a.txt")
+    for shuffle in (False, True):
+        with pytest.raises(BudgetError) as caught:
+            drained("process", source, tokens, shuffle=shuffle, memory="16 MiB")
+        with feed_of("process", source, tokens, shuffle=shuffle, memory=caught.value.least) as feed:
+            assert len(next(iter(feed))) == 4
+
+
+# ---------------------------------------- the index on disk
+
+
+def test_an_index_is_kept_and_used_again_until_the_files_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = tmp_path / "a.txt", tmp_path / "index"
+    wanted = write(path, 1000)
+
+    def run(shuffle: bool = True) -> list[str]:
+        with feed_of("inline", penstock.lines(path, index=folder), batch_size=100, shuffle=shuffle) as feed:
+            return texts(feed)
+
+    first = run()
+    (kept,) = folder.iterdir()
+    scan, scanned = line_index.Scanner.scan, list[Any]()
+
+    def noted(self: Any, *args: Any) -> Any:
+        scanned.append(args)
+        return scan(self, *args)
+
+    monkeypatch.setattr(line_index.Scanner, "scan", noted)
+    assert run() == first
+    assert run(shuffle=False) == wanted
+    assert scanned == []
+    kept.write_bytes(kept.read_bytes()[:500])  # cut short
+    assert run() == first
+    assert scanned
+    scanned.clear()
+    wanted = write(path, 999, start=1)
+    assert sorted(run()) == sorted(wanted)
+    assert scanned
+    assert [file.name for file in folder.iterdir()] == [kept.name]
+    with feed_of("inline", penstock.lines(path, index=folder, keep_blank=True), batch_size=100) as feed:
+        assert len(feed) > 10
+    assert len(list(folder.iterdir())) == 2
+
+
+# ---------------------------------------- what it is
+
+
+def test_a_source_says_what_it_is_and_two_feeds_may_share_it(three: tuple[list[Path], list[str]]) -> None:
+    paths, wanted = three
+    source = penstock.lines(paths)
+    assert repr(source).startswith("<penstock.lines of 4 files, ")
+    assert len(source) == 1234
+    with feed_of("thread", source, batch_size=7) as one, feed_of("inline", source, tokens, shuffle=True) as other:
+        assert "of text, batch_size=7" in repr(one)
+        rows = iter(other)
+        for start, batch in zip(range(0, 1234, 7), one, strict=True):
+            assert batch == wanted[start : start + 7]
+            next(rows, None)
+
+
+def test_a_line_can_be_sent_and_shown(tmp_path: Path) -> None:
+    line = penstock.Line("a.txt", 3, 17)
+    assert pickle.loads(pickle.dumps(line)) == line
+    assert repr(line) == "line 3 (byte 17) of 'a.txt'"
+    assert repr(penstock.Line("a.txt", None, 17)) == "the line at byte 17 of 'a.txt'"
+    assert repr(penstock.Line("a.gz", 3, None)) == "line 3 of 'a.gz'"
+
+
+def test_no_file_stays_open(three: tuple[list[Path], list[str]]) -> None:
+    paths, _ = three
+    with feed_of("inline", penstock.lines(paths), tokens) as feed:
+        epoch = iter(feed)
+        next(epoch)
+        opened = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if os.path.islink(link.path)]
+        assert not [name for name in opened if name.endswith(".txt")]
+        del epoch
