@@ -265,6 +265,12 @@ class _Planner:
             groups=program.mode is Mode.ROWS and not options.streams and mixing is None,
             length=self._schedule.samples,
         )
+        if options.asked is not None and crew is not None:
+            from penstock._model import with_model
+
+            ranks = options.world > 1
+            size = options.device_memory
+            request = with_model(request, footprint, probe.spec, options.asked, size=size, ranks=ranks)
         try:
             plan = solve(request, footprint)
         except BudgetError:

@@ -15,8 +15,10 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock._core.blocks import Blocks
+from penstock._core.budget import Size
 from penstock._core.device import door
 from penstock._core.errors import shown
+from penstock._core.fit import Asked
 from penstock._core.items import Picker, Stream, sort_out
 from penstock._core.program import Into, Pad, Retry
 from penstock._core.source import Source
@@ -53,6 +55,9 @@ class Options:
     world: int
     door: Callable[[Any], Any] | None
     start_method: Literal["fork", "forkserver", "spawn"] | None
+    device_memory: Size | None
+    asked: Asked | None
+    """The model that a batch has to leave room for."""
 
     @classmethod
     def checked(
@@ -75,6 +80,8 @@ class Options:
         shard: Any,
         to: Any,
         start_method: Any,
+        device_memory: Any,
+        asked: Asked | None,
         unbuilt: Mapping[str, Any],
     ) -> Options:
         """The options of these arguments; TypeError or ValueError says what is wrong and what to give."""
@@ -106,6 +113,13 @@ class Options:
         for dtype in cast.values() if isinstance(cast, Mapping) else () if cast is None else (cast,):
             _check_dtype(dtype)
         _check_timeout(timeout, load, executor, num_workers)
+        if asked is None and device_memory is not None:
+            raise NotImplementedError("device_memory is built only with model= so far: leave it out for now")
+        if asked is not None and collate_fn is not None:
+            raise TypeError(
+                "model needs to know the form of a batch beforehand, which a collate_fn decides each time: plan with "
+                'the largest sample, penstock.plan(sample, batch_size="max", model=...), and give the number it says'
+            )
         rank, world = _shard(shard)
         if isinstance(shuffle, Blocks):
             _check_blocks(shuffle, kind, batch_size, world)
@@ -131,6 +145,8 @@ class Options:
             world=world,
             door=door(to),
             start_method=start_method,
+            device_memory=device_memory,
+            asked=None if asked is None else _placed(asked, to),
         )
 
     @property
@@ -152,6 +168,16 @@ class Options:
     def in_processes(self) -> bool:
         """Whether worker processes were asked for."""
         return self.executor == "process" and self.num_workers != 0
+
+
+def _placed(asked: Asked, to: Any) -> Asked:
+    """The same, with where the batches go."""
+    name, _, rest = to.partition(":") if isinstance(to, str) else ("", "", "")
+    device = rest.partition(":")[0] or None if name == "torch" else None
+    # A torch model on the CPU reads its batch from the slot itself.
+    in_place = to in ("torch", "torch:cpu")
+    leaf = door(to) if in_place else None
+    return dataclasses.replace(asked, device=device, in_place=in_place, leaf=leaf, buffers=1 if to == "numpy" else 2)
 
 
 def _shard(shard: Any) -> tuple[int, int]:
