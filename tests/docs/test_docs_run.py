@@ -6,15 +6,18 @@ say in an HTML comment on the line above a block:
 
 - ``<!-- not run: reason -->`` above a ``python`` block leaves it out;
 - ``<!-- run -->`` above a ``console`` block runs its lines that begin with ``$ penstock`` or ``$ python``;
-- ``<!-- output -->`` above the ``text`` block after a ``python`` block: what that block printed, exactly.
+- ``<!-- output -->`` above the ``text`` block after a ``python`` block: what that block printed, exactly;
+- ``<!-- needs: keras, clang -->`` anywhere: modules and programs without which the page is skipped.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +37,7 @@ PAGE_S: Final = 100
 
 _FENCE: Final = re.compile(r"(?P<indent> *)(?P<mark>`{3,}|~{3,}) *(?P<language>[\w+-]*)(?P<rest>.*)")
 _COMMENT: Final = re.compile(r"\s*<!--\s*(?P<words>.*?)\s*-->\s*")
+_NEEDS: Final = re.compile(r"^<!-- needs: (.*?) -->$", re.MULTILINE)
 _END_OF_BLOCK: Final = "\x1e"  # record separator: no page prints it
 
 
@@ -157,9 +161,18 @@ def commands_of(block: Block) -> list[list[str]]:
     return commands
 
 
+def missing(text: str) -> list[str]:
+    """What a page says it needs and is not here."""
+    names = [name.strip() for said in _NEEDS.findall(text) for name in said.split(",")]
+    return [name for name in names if importlib.util.find_spec(name) is None and shutil.which(name) is None]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_this_page_run_and_print_what_it_says(page: Path, tmp_path: Path) -> None:
-    blocks = blocks_of(page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    if lacking := missing(text):
+        pytest.skip(f"the page needs {' and '.join(lacking)}")
+    blocks = blocks_of(text)
     python = [block for block in blocks if block.language == "python" and not block.skipped]
     printed = run_python(page, python, tmp_path) if python else {}
 
@@ -250,3 +263,10 @@ def test_a_page_that_fails_shows_the_block_and_its_line_number(tmp_path: Path) -
 def test_what_each_block_prints_is_told_apart(tmp_path: Path) -> None:
     blocks = [b for b in blocks_of(PAGE) if b.language == "python" and not b.skipped]
     assert run_python(ROOT / "README.md", blocks, tmp_path) == {3: "one\n", 15: "two\n"}
+
+
+def test_a_page_says_what_it_needs() -> None:
+    assert missing("text\n<!-- needs: numpy, no_such_module, ls -->\n<!-- needs: nor_this -->\n") == [
+        "no_such_module",
+        "nor_this",
+    ]

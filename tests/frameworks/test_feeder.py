@@ -293,10 +293,10 @@ def test_a_read_that_gives_another_number_of_samples_names_its_identity(inputs: 
 
 
 def test_what_reading_takes_besides_makes_the_batch_smaller_rather_than_the_limit_larger(inputs: list[str]) -> None:
-    """The config knows shapes; that a read holds 30 MiB for a moment it cannot know."""
+    """The config knows shapes; that a read holds 40 MiB for a moment it cannot know."""
 
     def greedy(path: str) -> Iterator[Any]:
-        wide = np.ones(MiB(30) // 8)
+        wide = np.ones(MiB(40) // 8)
         sample = np.load(path)
         yield sample
         yield sample + np.float32(wide[0] / 2)
