@@ -525,6 +525,7 @@ def test_a_step_of_jax_is_run_and_watched() -> None:
         ({"model": nn.Linear}, TypeError, r"model=Linear needs arguments: .*lambda: Linear\(\.\.\.\)"),
         ({"optimizer": "adam"}, TypeError, "optimizer is part of a model's step"),
         ({"model": mlp, "optimizer": "adm"}, ValueError, "optimizer='adm' is not known: torch has .*adam"),
+        ({"model": mlp, "optimizer": "lbfgs"}, TypeError, "optimizer LBFGS runs the model again within its own step"),
         ({"model": mlp, "optimizer": 3}, TypeError, "optimizer=3 is not known: give a torch optimizer"),
         ({"model": mlp, "optimizer": list}, TypeError, r"which has no step\(\) and zero_grad\(\)"),
         ({"model": mlp, "device_memory": "lots"}, ValueError, "device_memory='lots' cannot be read as a size"),
@@ -549,6 +550,46 @@ def test_a_wrong_argument_says_what_to_give(options: dict[str, Any], error: type
 
 
 # ---------------------------------------- wrappers, other devices
+
+
+def test_a_tensor_that_a_model_keeps_elsewhere_is_warned_of() -> None:
+    kept: list[Any] = []
+
+    class Keeps(Module):  # type: ignore[misc]  # torch is Any to the type checker
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: Any) -> Any:
+            kept.append(torch.ones(3))
+            return self.layer(x)
+
+    with pytest.warns(UserWarning, match="put a tensor somewhere outside of itself") as caught:
+        penstock.plan(EIGHT, batch_size="max", memory="64 MiB", model=Keeps, device_memory="1 MiB")
+    assert len(caught) == 1
+
+
+def test_autocast_around_the_plan_is_counted() -> None:
+    plain = penstock.plan((IMAGE, 3), batch_size=32, model=convolutional, device_memory="1 GiB")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = penstock.plan((IMAGE, 3), batch_size=32, model=convolutional, device_memory="1 GiB")
+    assert half.model_bytes < 0.8 * plain.model_bytes
+
+
+def test_a_wrapped_model_is_counted_with_the_buckets_of_its_wrapper(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = convolutional()
+        options: dict[str, Any] = {"batch_size": 16, "device_memory": "1 GiB"}
+        plain = dict(penstock.plan((IMAGE, 3), model=model, **options).model_parts)
+        wrapped = dict(
+            penstock.plan((IMAGE, 3), model=nn.parallel.DistributedDataParallel(model), **options).model_parts
+        )
+        buckets = wrapped.pop("buckets of DDP")
+        assert wrapped == plain
+        assert buckets == sum(p.numel() * 4 for p in model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow  # torch.compile imports for seconds

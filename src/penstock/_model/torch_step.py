@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from penstock._core.errors import shown
-from penstock._model.inputs import Refused, arguments
+from penstock._model.inputs import Refused, arguments, takes_nothing
 
 __all__ = ["Mark", "default_loss", "is_module", "keeps_state", "make_optimizer", "run_steps", "unwrapped"]
 
@@ -65,7 +65,13 @@ def make_optimizer(asked: Any, parameters: list[Any], twins: Mapping[int, Any]) 
     Raises ``Refused`` for what cannot be one.
     """
     try:
-        return _optimizer(asked, parameters, twins)
+        made = _optimizer(asked, parameters, twins)
+        if made is not None and not takes_nothing(made.step):
+            raise TypeError(
+                f"optimizer {type(made).__name__} runs the model again within its own step (a closure), which cannot be "
+                "counted: give batch_size as a number and no model"
+            )
+        return made
     except (TypeError, ValueError) as error:
         raise Refused from error
 

@@ -9,6 +9,7 @@ is ``workspace``'s business.
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -109,9 +110,13 @@ class Meter(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to the typ
         self._live -= held.nbytes
 
     @property
-    def resting(self) -> int:
+    def live(self) -> int:
         """The bytes that live now."""
         return self._live
+
+    def left(self) -> bool:
+        """Whether any storage still lives."""
+        return bool(self._by_storage)
 
     def parts(self, workspaces: Workspaces | None) -> dict[str, int]:
         """The bytes of each kind at the peak."""
@@ -159,6 +164,7 @@ class Tracer:
         self._block = 1 if on_cpu else DEVICE_BLOCK
         self.margin = CPU_MARGIN if on_cpu else DEVICE_MARGIN
         self.loss_name = ""
+        self._told = False
 
     @property
     def parameter_bytes(self) -> int:
@@ -169,30 +175,21 @@ class Tracer:
 
     def step(self, rows: int) -> Step:
         """What a step takes with a batch of ``rows`` samples."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
         meter = Meter(self._block, on_cpu=self._workspaces is not None)
         with keeps_state(self._original), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's about fake tensors, and of the model's, once more each trace
-            twins: dict[int, Any] = {}
-            with mode:
-                model = _fake(self._model, mode, self._place, twins)
-                loss = _fake(self._loss, mode, self._place, twins) if is_module(self._loss) else self._loss
-                batch = self._batch(rows, self._leaf)
-            if model.training != self._train:
-                model.train(self._train)
-            with mode, meter:
-                for leaf in torch.utils._pytree.tree_leaves(batch):
-                    if isinstance(leaf, torch.Tensor):
-                        meter.hold(leaf, "activations", counted=False)  # the buffers of the feed, counted by the plan
-                for tensor in twins.values():
-                    meter.hold(tensor, "parameters")
-                optimizer = make_optimizer(self._optimizer, list(model.parameters()), twins)
-                if self.device != "cpu":
-                    _as_on_device(optimizer)
-                self.loss_name = run_steps(
-                    model, batch, optimizer=optimizer, loss=loss, train=self._train, mark=meter.mark
+            resting = self._run(meter, rows)
+        torch.clear_autocast_cache()  # it has casts of the copies, where the caller is under autocast
+        if not self._told and meter.left():
+            gc.collect()
+            if meter.left():
+                self._told = True
+                warnings.warn(
+                    "the model put a tensor somewhere outside of itself (a cache, a list) while it was traced: that "
+                    "one has no data, so clear it before the model is run; or give batch_size as a number and no model",
+                    UserWarning,
+                    stacklevel=2,
                 )
-                resting = meter.resting  # the last output is gone, gradients and state are there
         parts = meter.parts(self._workspaces)
         spread = parts["activations"] + parts["workspace"]
         margin = int(spread * self.margin) + (0 if self.device == "cpu" else DEVICE_FIXED_BYTES)
@@ -200,6 +197,28 @@ class Tracer:
         found = [(name, size) for name, size in parts.items() if size]
         found += [("buckets of DDP", buckets)] if buckets else []
         return Step(rows, (*found, ("margin", margin)), resting + buckets)
+
+    def _run(self, meter: Meter, rows: int) -> int:
+        """Run it under the meter; returns what lives between two steps."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        twins: dict[int, Any] = {}
+        with mode:
+            model = _fake(self._model, mode, self._place, twins)
+            loss = _fake(self._loss, mode, self._place, twins) if is_module(self._loss) else self._loss
+            batch = self._batch(rows, self._leaf)
+        if model.training != self._train:
+            model.train(self._train)
+        with mode, meter:
+            for leaf in torch.utils._pytree.tree_leaves(batch):
+                if isinstance(leaf, torch.Tensor):
+                    meter.hold(leaf, "activations", counted=False)  # the buffers of the feed, counted by the plan
+            for tensor in twins.values():
+                meter.hold(tensor, "parameters")
+            optimizer = make_optimizer(self._optimizer, list(model.parameters()), twins)
+            if self.device != "cpu":
+                _as_on_device(optimizer)
+            self.loss_name = run_steps(model, batch, optimizer=optimizer, loss=loss, train=self._train, mark=meter.mark)
+            return meter.live  # the last output is gone, gradients and state are there
 
     def _leaf(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return torch.empty(shape, dtype=getattr(torch, dtype.name), device=self._place)
