@@ -27,6 +27,7 @@ from penstock._core.engine import Engine
 from penstock._core.epoch import Epoch
 from penstock._core.errors import FeedClosed
 from penstock._core.fingerprint import fingerprint
+from penstock._core.fit import Asked
 from penstock._core.items import Stream
 from penstock._core.launch import Launched, launch
 from penstock._core.options import OnError, Options, check_count
@@ -103,6 +104,10 @@ class Feed:
         cache: str | os.PathLike[str] | None = None,
         to: str = "numpy",
         device_memory: Size | None = None,
+        model: Any = None,
+        optimizer: Any = None,
+        loss: Callable[..., Any] | None = None,
+        train: bool = True,
         start_method: Literal["fork", "forkserver", "spawn"] | None = None,
     ) -> None:
         self._options = options = Options.checked(
@@ -123,7 +128,9 @@ class Feed:
             shard=shard,
             to=to,
             start_method=start_method,
-            unbuilt={"cache": cache, "device_memory": device_memory},
+            device_memory=device_memory,
+            asked=Asked.checked(model, optimizer, loss, train=train),
+            unbuilt={"cache": cache},
         )
         self._schedule = Schedule(options)
         self._place = Bookmark(options.world)
@@ -387,15 +394,38 @@ def plan(
     executor: Literal["process", "thread"] = "process",
     cast: Cast = None,
     length: int | None = None,
+    device_memory: Size | None = None,
+    model: Any = None,
+    optimizer: Any = None,
+    loss: Callable[..., Any] | None = None,
+    train: bool = True,
+    device_batches: int = 2,
 ) -> Plan:
-    """The plan for samples like this one, without running anything: a lean worker is assumed, not measured."""
+    """The plan for samples like this one, without running anything: a lean worker is assumed, not measured.
+
+    With a ``model`` the batch also has to leave room for its step in ``device_memory``. A torch model, its class or a
+    function that makes one is traced without allocating; any other function of a batch is run on a few samples.
+    ``device_batches`` lie there too: 2 where one is copied while another is computed on, 1 where your loop makes one
+    after the other.
+    """
     spec = Spec.of(sample, cast=cast)
+    footprint = Footprint.assumed(tuple(row_bytes(leaf) for leaf in spec.leaves))
+    check_count("device_batches", device_batches, least=0)
+    asked = Asked.checked(model, optimizer, loss, train=train, buffers=device_batches)
+    available = machine.available_bytes()
     request = Request(
-        memory=parse_size(DEFAULT_SHARE if memory is None else memory, available=machine.available_bytes()),
+        memory=parse_size(DEFAULT_SHARE if memory is None else memory, available=available),
         batch_size=batch_size,
         num_workers=num_workers,
         executor=executor,
         cores=machine.look().cores,
         length=length,
     )
-    return solve(request, Footprint.assumed(tuple(row_bytes(leaf) for leaf in spec.leaves)))
+    if asked is not None:
+        from penstock._model import with_model
+
+        request = with_model(request, footprint, spec, asked, size=device_memory, ranks=False)
+    elif device_memory is not None:
+        size = parse_size(device_memory, available=available, name="device_memory")
+        request = dataclasses.replace(request, device_memory=size)
+    return solve(request, footprint)

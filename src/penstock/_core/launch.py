@@ -274,6 +274,12 @@ class _Planner:
             length=self._schedule.samples,
             most_slots=options.most_slots,
         )
+        if options.asked is not None and crew is not None:
+            from penstock._model import with_model
+
+            ranks = options.world > 1
+            size = options.device_memory
+            request = with_model(request, footprint, probe.spec, options.asked, size=size, ranks=ranks)
         try:
             plan = solve(request, footprint)
         except BudgetError:

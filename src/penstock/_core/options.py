@@ -15,8 +15,10 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock._core.blocks import Blocks
+from penstock._core.budget import Size
 from penstock._core.device import door
 from penstock._core.errors import shown
+from penstock._core.fit import Asked
 from penstock._core.items import Picker, Stream, sort_out
 from penstock._core.lines import Lines
 from penstock._core.program import Into, Pad, Retry, as_texts
@@ -54,6 +56,9 @@ class Options:
     world: int
     door: Callable[[Any], Any] | None
     start_method: Literal["fork", "forkserver", "spawn"] | None
+    device_memory: Size | None
+    asked: Asked | None
+    """The model that a batch has to leave room for."""
     most_slots: int | None = None
     """A limit that an interface above the feed has for the slots."""
 
@@ -78,6 +83,8 @@ class Options:
         shard: Any,
         to: Any,
         start_method: Any,
+        device_memory: Any,
+        asked: Asked | None,
         unbuilt: Mapping[str, Any],
     ) -> Options:
         """The options of these arguments; TypeError or ValueError says what is wrong and what to give."""
@@ -114,6 +121,13 @@ class Options:
                 "compressed text can be read in order only, so shuffle=True is not possible: unpack the files, or "
                 "write them shuffled"
             )
+        if asked is None and device_memory is not None:
+            raise NotImplementedError("device_memory is built only with model= so far: leave it out for now")
+        if asked is not None and collate_fn is not None:
+            raise TypeError(
+                "model needs to know the form of a batch beforehand, which a collate_fn decides each time: plan with "
+                'the largest sample, penstock.plan(sample, batch_size="max", model=...), and give the number it says'
+            )
         rank, world = _shard(shard)
         if isinstance(shuffle, Blocks):
             _check_blocks(shuffle, kind, batch_size, world)
@@ -139,6 +153,8 @@ class Options:
             world=world,
             door=door(to),
             start_method=start_method,
+            device_memory=device_memory,
+            asked=None if asked is None else _placed(asked, to),
         )
 
     @property
@@ -178,6 +194,16 @@ def _collate(collate_fn: Any, *, lines: bool) -> Collate | None:
     if lines and collate_fn in (None, "list"):
         return as_texts
     return Pad() if collate_fn == "pad" else list if collate_fn == "list" else collate_fn
+
+
+def _placed(asked: Asked, to: Any) -> Asked:
+    """The same, with where the batches go."""
+    name, _, rest = to.partition(":") if isinstance(to, str) else ("", "", "")
+    device = rest.partition(":")[0] or None if name == "torch" else None
+    # A torch model on the CPU reads its batch from the slot itself.
+    in_place = to in ("torch", "torch:cpu")
+    leaf = door(to) if in_place else None
+    return dataclasses.replace(asked, device=device, in_place=in_place, leaf=leaf, buffers=1 if to == "numpy" else 2)
 
 
 def _shard(shard: Any) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 
 from penstock._core.budget import format_bytes
 from penstock._core.errors import BudgetError
+from penstock._core.fit import Need
 from penstock._core.layout import slot_bytes
 
 __all__ = [
@@ -149,6 +150,8 @@ class Request:
     """Small batches may share a slot."""
     most_slots: int | None = None
     """A limit for the slots, where the interface above has one; two are the fewest there can be."""
+    need: Need | None = None
+    """What the model leaves room for on the device, if there is a model."""
 
     def __post_init__(self) -> None:
         if self.memory <= 0:
@@ -205,6 +208,12 @@ class Plan:
     """Arena, workers, template, parent and cache together; never above ``memory``."""
     notes: tuple[str, ...]
     """One line for each decision."""
+    model_bytes: int = 0
+    """Bytes that a step of the model takes on the device at its peak, parameters included; 0 without a model."""
+    model_parts: tuple[tuple[str, int], ...] = ()
+    """The same by what it is: parameters, gradients, optimizer state, activations, ..."""
+    device_total_bytes: int = 0
+    """Bytes on the device: the model's step and the batches beside it; never above ``device_memory``."""
 
     @property
     def free_bytes(self) -> int:
@@ -238,6 +247,7 @@ class Plan:
             for cells in (list(zip(row, widths, strict=True)) for row in rows)
         ]
         rule = "-" * len(lines[0])
+        model = [*_device_table(self), ""] if self.model_bytes else []
         head = f"{_count(self.batch_size, 'sample')} of {format_bytes(self.sample_bytes)} a batch"
         return "\n".join(
             [
@@ -245,6 +255,7 @@ class Plan:
                 "",
                 *(lines[0], rule, *lines[1:-3], rule, *lines[-3:]),
                 "",
+                *model,
                 *(wrapped for note in self.notes for wrapped in wrap(note, 98, subsequent_indent="    ")),
             ]
         )
@@ -292,6 +303,9 @@ def solve(request: Request, footprint: Footprint) -> Plan:
         device_memory=request.device_memory,
         total_bytes=total + cache_bytes,
         notes=tuple(_notes(costs, (wanted, why), rung, cached=cached)),
+        model_bytes=0 if request.need is None else request.need.step.nbytes,
+        model_parts=() if request.need is None else request.need.step.parts,
+        device_total_bytes=_device_total(costs),
     )
 
 
@@ -439,7 +453,8 @@ def _largest_batch(request: Request, footprint: Footprint, wanted: int) -> int:
         for_others = min(everything - with_one, max(0, request.memory - price - price // 2) // 3)
         return with_one - price + for_first + for_others <= request.memory
 
-    return max(1, _last(fits, MOST_ROWS if request.length is None else min(request.length, MOST_ROWS)))
+    most = MOST_ROWS if request.length is None else min(request.length, MOST_ROWS)
+    return max(1, _last(fits, most if request.need is None else min(most, request.need.step.rows)))
 
 
 def _last(fits: Callable[[int], bool], most: int) -> int:
@@ -451,7 +466,10 @@ def _notes(costs: _Costs, wish: tuple[int, str], rung: tuple[int, int], *, cache
     request, rows, (wanted, why), (workers, slots) = costs.request, costs.rows, wish, rung
     maximal = request.batch_size == "max"
     if maximal:
-        yield f"batch size {rows:,}: {_why_largest(costs, workers)}"
+        host = "bound by the host, " if request.need is not None and request.need.bound == "host" else ""
+        yield f"batch size {rows:,}: {host}{_why_largest(costs, workers)}"
+    if request.need is not None:
+        yield from request.need.notes
 
     if workers == wanted:
         here = "" if workers else "; samples are loaded in this process"
@@ -497,6 +515,9 @@ def _notes(costs: _Costs, wish: tuple[int, str], rung: tuple[int, int], *, cache
 def _why_largest(costs: _Costs, workers: int) -> str:
     request, rows = costs.request, costs.rows
     larger = _Costs.of(request, costs.footprint, rows + 1)
+    if request.need is not None and rows == request.need.step.rows and request.need.bound != "host":
+        where = "the device, where one sample more would not fit beside the model"
+        return f"bound by {'a rank that has less room' if request.need.bound == 'ranks' else where}"
     if rows == request.length:
         return "all there is"
     if request.device_memory is not None and DEVICE_BUFFERS * larger.batch > request.device_memory:
@@ -504,6 +525,25 @@ def _why_largest(costs: _Costs, workers: int) -> str:
     if workers == 0 and larger.total(0, STEADY_SLOTS) <= request.memory:
         return "stays so until the budget has room for a worker, since a larger one would have to shrink again then"
     return "the largest that the budget allows"
+
+
+def _device_total(costs: _Costs) -> int:
+    need = costs.request.need
+    return 0 if need is None else need.step.with_batches(costs.batch, need.buffers)
+
+
+def _device_table(plan: Plan) -> list[str]:
+    """The parts of a model's step, and the batches beside it."""
+    memory = plan.device_memory or plan.device_total_bytes
+    batches = plan.device_total_bytes - plan.model_bytes
+    rows = [("on the device", "bytes", "of budget")]
+    parts = [*plan.model_parts, *([("batches", batches)] if batches else [])]
+    sums = [("total", sum(size for _, size in parts)), ("left free", memory - plan.device_total_bytes)]
+    rows += [(name, format_bytes(size), _share(size, memory)) for name, size in (*parts, *sums, ("budget", memory))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"{a.ljust(widths[0])}   {b.rjust(widths[1])}   {c.rjust(widths[2])}" for a, b, c in rows]
+    rule = "-" * len(lines[0])
+    return [lines[0], rule, *lines[1:-3], rule, *lines[-3:]]
 
 
 def _does_not_fit(costs: _Costs, wanted: int) -> BudgetError:
