@@ -13,6 +13,7 @@ each worker.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import mmap
 import os
@@ -93,7 +94,11 @@ def born(birth: dict[str, Any]) -> None:
             _absent(orders, error)
             leave(1)
         outlive()
-    serve(program, birth, orders, tasks, replies)
+    try:
+        serve(program, birth, orders, tasks, replies)
+    except OSError as error:
+        _refused(orders, error)
+        leave(1)
     leave(0)
 
 
@@ -105,6 +110,11 @@ def _absent(orders: Channel, error: BaseException) -> None:
         error = RuntimeError(f"{type(error).__qualname__}: {error}")
     with contextlib.suppress(ConnectionError):  # the parent did not wait
         orders.send(pickle.dumps(("absent", error, trace)))
+
+
+def _refused(orders: Channel, error: OSError) -> None:
+    with contextlib.suppress(ConnectionError):  # the parent did not wait
+        orders.send(pickle.dumps(("refused", error.errno, error.strerror)))
 
 
 def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, replies: Channel) -> None:
@@ -162,16 +172,20 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
                         if number == rest[0]:
                             os.kill(pid, ASK)
                 elif word == "make":
-                    assert own is not None
                     number = rest[0]
-                    pid = _make(
-                        worker, program, birth, number, tasks, replies, own, [orders.fileno(), parent, *children]
-                    )
-                    pidfd = os.pidfd_open(pid)
-                    children[pidfd] = (number, pid)
-                    poller.register(pidfd, select.POLLIN)
-                    tell("made", number, pid)
-                    os.close(own)
+                    shut = [orders.fileno(), parent, *children]
+                    try:
+                        if own is None:  # there was no room for it
+                            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                        pid, pidfd = _make(worker, program, birth, number, tasks, replies, own, shut)
+                    except OSError as error:
+                        _refused(orders, error)
+                    else:
+                        children[pidfd] = (number, pid)
+                        poller.register(pidfd, select.POLLIN)
+                        tell("made", number, pid)
+                    if own is not None:
+                        os.close(own)
     # From here on only the children matter.
     poller = select.poll()
     for pidfd in children:
@@ -218,8 +232,8 @@ def _make(
     replies: Channel,
     own: int,
     shut: list[int],
-) -> int:
-    """Make one worker; its pid."""
+) -> tuple[int, int]:
+    """Make one worker; its pid, and a pidfd."""
     if not birth["fork"]:
         keep = (birth["arena"], birth["stacks"], tasks.fileno(), replies.fileno(), own)
         arguments = {
@@ -234,11 +248,11 @@ def _make(
         }
         process = start_interpreter("penstock._core.worker", arguments, keep)
         process.returncode = 0  # reaped by pidfd here; this keeps Popen from waiting for it too
-        return process.pid
+        return process.pid, _watched(process.pid)
     me = os.getpid()
     pid = os.fork()
     if pid:
-        return pid
+        return pid, _watched(pid)
     code = 1
     try:
         for fd in shut:
@@ -256,3 +270,13 @@ def _make(
     finally:
         worker.leave(code)
     raise AssertionError
+
+
+def _watched(pid: int) -> int:
+    """A pidfd of a child; one that cannot be watched is ended, or nobody would know when it is gone."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
