@@ -259,7 +259,8 @@ def _make(
             os.close(fd)
         gc.enable()
         fds = worker.Fds(birth["arena"], birth["stacks"])
-        worker.run(program, number, me, fds, tasks, replies, Channel(socket.socket(fileno=own)))
+        mine = Channel(socket.socket(fileno=own))  # held by a name until the end: with -W error a lost one is told
+        worker.run(program, number, me, fds, tasks, replies, mine)
         code = 0
     except SystemExit as leaving:
         code = worker.exit_code(leaving)

@@ -109,8 +109,11 @@ class ProcessCrew:
         self._setup = cloudpickle.dumps(("setup", setup))
         with contextlib.suppress(ConnectionError):  # it died since the probe: the one in its place is told
             self._owns[0].send(self._setup)
-        for number in range(1, setup.workers):
-            self._make(number)
+        try:
+            for number in range(1, setup.workers):
+                self._make(number)
+        except OSError as error:
+            raise self._break(error) from error
 
     def submit(self, task: Task) -> None:
         """Have a task done by whoever is free."""
