@@ -462,7 +462,8 @@ def test_a_daemon_is_served() -> None:
 def test_a_child_of_multiprocessing_is_served(method: str, tmp_path: Path) -> None:
     """Daemonic ones may have no children of multiprocessing's kind; pools make such."""
     home = tmp_path / "served_within.py"
-    home.write_text(f"{PREAMBLE}\ndef within(crews):\n    for crew in crews:\n        serve(crew)\n    return 'served'\n")
+    within = "def within(crews):\n    for crew in crews:\n        serve(crew)\n    return 'served'\n"
+    home.write_text(f"{PREAMBLE}\n{within}")
     run(
         f"""
         import multiprocessing

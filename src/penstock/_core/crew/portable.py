@@ -121,9 +121,12 @@ class PortableCrew:
         self._wishes.append(1)
         try:
             self._thread.start()
-        except BaseException as error:  # Ctrl-C, whose traceback would keep all this alive; or there may be no thread
+        except RuntimeError as error:  # there may be no more threads
             self.close()
-            raise refused(error) from None
+            raise refused(error) from error
+        except BaseException:  # Ctrl-C, whose traceback would keep all this alive
+            self.close()
+            raise
 
     # ---- the interface
 

@@ -21,7 +21,7 @@ _NO_MORE: Final = (errno.EAGAIN, errno.ENOMEM)
 
 def refused(error: BaseException) -> BaseException:
     """The error to raise in place of one of the system's; any other as it is."""
-    if isinstance(error, PenstockError) or not isinstance(error, OSError | EOFError) and not _no_thread(error):
+    if isinstance(error, PenstockError) or (not isinstance(error, OSError | EOFError) and not _no_thread(error)):
         return error
     told = PenstockError(_words(error))
     told.__cause__ = error
