@@ -41,7 +41,7 @@ from penstock._core.program import Probe, Program, Setup
 from penstock._core.task import Busy, Grant, Reply, Status, Task
 from penstock._core.template import ONE_THREAD
 from penstock._core.wire import decode_reply, decode_task, encode_reply, encode_task, ident_of
-from penstock._core.worker import probed, settle
+from penstock._core.worker import die_with, probed, settle
 
 __all__ = ["PortableCrew", "run"]
 
@@ -413,6 +413,7 @@ class PortableCrew:
         shut = [mine, self._bell, self._button, *(worker.pipe for worker in self._workers.values())]
         birth = {
             "one_thread": (*ONE_THREAD, "VECLIB_MAXIMUM_THREADS"),  # the last is for macOS
+            "parent": os.getpid(),
             "arguments": (self._program, number, theirs, segments, told, self._setup, shut if self._forks else ()),
         }
         process = self._context.Process(target=exec, args=(_BIRTH, birth), name=f"penstock-{number}")
@@ -528,11 +529,12 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)  # before anything is imported: see
 for name in one_thread:
     os.environ.setdefault(name, "1")
 from penstock._core.crew.portable import run
-run(*arguments)
+run(parent, *arguments)
 """
 
 
 def run(
+    parent: int,
     program: Program | bytes,
     number: int,
     pipe: connection.Connection,
@@ -547,6 +549,8 @@ def run(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     for other in shut:
         other.close()
+    if sys.platform == "linux" and os.getppid() == parent:  # not where a fork server stands between them
+        die_with(parent)
     with contextlib.suppress(EOFError, OSError):
         if isinstance(program, bytes):
             try:
