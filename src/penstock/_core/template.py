@@ -32,6 +32,7 @@ from penstock._core.arena import CONTROL_BYTES
 from penstock._core.channel import Channel
 from penstock._core.overdue import RECORD, RECORD_BYTES, Overdue
 from penstock._core.stacks import ASK
+from penstock._core.wire import Notice, encode_notice
 
 __all__ = ["born", "serve", "start_interpreter"]
 
@@ -109,12 +110,12 @@ def _absent(orders: Channel, error: BaseException) -> None:
     except Exception:  # noqa: BLE001 - an exception class that does not survive the way is described instead
         error = RuntimeError(f"{type(error).__qualname__}: {error}")
     with contextlib.suppress(ConnectionError):  # the parent did not wait
-        orders.send(pickle.dumps(("absent", error, trace)))
+        orders.send(encode_notice(Notice.ABSENT, body=(error, trace)))
 
 
 def _refused(orders: Channel, error: OSError) -> None:
     with contextlib.suppress(ConnectionError):  # the parent did not wait
-        orders.send(pickle.dumps(("refused", error.errno, error.strerror)))
+        orders.send(encode_notice(Notice.REFUSED, error.errno or errno.EIO))
 
 
 def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, replies: Channel) -> None:
@@ -137,11 +138,11 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
     poller.register(orders, select.POLLIN)
     poller.register(parent, select.POLLIN)
 
-    def tell(*words: Any) -> None:
+    def tell(notice: Notice, *numbers: int) -> None:
         with contextlib.suppress(ConnectionError):  # the parent closed its end, or is gone: the poller says so too
-            orders.send(pickle.dumps(words))
+            orders.send(encode_notice(notice, *numbers))
 
-    tell("here", machine.private_bytes(os.getpid()))
+    tell(Notice.HERE, machine.private_bytes(os.getpid()))
     watch = _Watch(birth["timeout"], birth["arena"]) if birth["timeout"] is not None else None
     ended_for: dict[int, tuple[int, int]] = {}  # pid -> what it was late with
 
@@ -150,7 +151,7 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
         poller.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
-        tell("exit", number, pid, os.waitstatus_to_exitcode(status), ended_for.pop(pid, None))
+        tell(Notice.EXIT, number, pid, os.waitstatus_to_exitcode(status), *ended_for.pop(pid, (-1, -1)))
 
     running = True
     while running:
@@ -183,7 +184,7 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
                     else:
                         children[pidfd] = (number, pid)
                         poller.register(pidfd, select.POLLIN)
-                        tell("made", number, pid)
+                        tell(Notice.MADE, number, pid)
                     if own is not None:
                         os.close(own)
     # From here on only the children matter.

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from penstock._core import machine
 from penstock._core.budget import format_bytes
-from penstock._core.errors import LoadTimeout, PenstockError, WorkerLost, shown
+from penstock._core.errors import LoadTimeout, PenstockError, WorkerLost, printable, said, shown
 from penstock._core.pickles import by_value
 from penstock._core.program import Program
 from penstock._core.task import Failure, Task
@@ -164,7 +164,7 @@ def pickled(program: Program) -> bytes:
         return by_value(program)
     except Exception as error:  # whatever user objects do while they are pickled
         raise PenstockError(
-            f"load cannot be sent to worker processes ({type(error).__name__}: {error}): open files, locks and "
+            f"load cannot be sent to worker processes ({said(error)}): open files, locks and "
             "connections inside load instead of around it, or use executor='thread', num_workers=0 or "
             "start_method='fork'"
         ) from error
@@ -173,9 +173,9 @@ def pickled(program: Program) -> bytes:
 def cannot_start(error: BaseException, trace: str) -> PenstockError:
     """The error when the program could not be brought to life in a worker."""
     unborn = PenstockError(
-        f"the workers cannot start: load could not be brought to life there ({type(error).__name__}: {error}). "
+        f"the workers cannot start: load could not be brought to life there ({said(error)}). "
         "What load imports must be importable in a fresh interpreter; or use executor='thread' or start_method='fork'"
     )
-    error.add_note(f"in the worker:\n{trace}")
+    error.add_note(f"in the worker:\n{printable(trace)}")
     unborn.__cause__ = error
     return unborn

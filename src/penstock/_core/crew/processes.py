@@ -36,7 +36,7 @@ from penstock._core.pickles import introduce
 from penstock._core.program import Probe, Program, Setup
 from penstock._core.stacks import Stacks
 from penstock._core.task import Busy, Failure, Grant, Reply, Status, Task
-from penstock._core.wire import decode_reply, encode_task, ident_of
+from penstock._core.wire import Notice, decode_notice, decode_reply, encode_task, ident_of
 from penstock._core.worker import leave
 
 __all__ = ["MOST_WORKERS", "ProcessCrew"]
@@ -381,20 +381,20 @@ class ProcessCrew:
             if not data:
                 self._template_died()
                 return
-            word, *rest = pickle.loads(data)
-            if word == "here":
-                self.template_bytes = rest[0]
-            elif word == "made":
-                self._pids[rest[0]] = rest[1]
+            notice, (one, two, *more), body = decode_notice(data)
+            if notice is Notice.HERE:
+                self.template_bytes = one
+            elif notice is Notice.MADE:
+                self._pids[one] = two
                 self._has_made = True
-            elif word == "absent":
-                raise cannot_start(*rest)
-            elif word == "refused":
-                raise OSError(*rest)
-            elif word == "exit":
-                number, _, code, late = rest
+            elif notice is Notice.ABSENT:
+                raise cannot_start(*body)
+            elif notice is Notice.REFUSED:
+                raise OSError(one, os.strerror(one))
+            elif notice is Notice.EXIT:
+                code, held, ordinal = more
                 self._read_replies()  # what it said before it died counts
-                self._died(number, code, late)
+                self._died(one, code, (held, ordinal) if held >= 0 else None)
 
     def _died(self, number: int, code: int, late: tuple[int, int] | None) -> None:
         """A worker is gone for good: what it held is given to another, and so is its place.

@@ -10,7 +10,7 @@ import os
 from typing import Final
 
 from penstock._core import machine
-from penstock._core.errors import PenstockError
+from penstock._core.errors import PenstockError, said
 
 __all__ = ["refused"]
 
@@ -41,7 +41,7 @@ def _words(error: BaseException) -> str:
         return f"the whole system has as many files open as it allows: close some, give a smaller num_workers, {_ELSE}"
     if code in _NO_MORE or _no_thread(error):
         return (
-            f"the system refuses another process or thread ({_said(error)}): this user may have "
+            f"the system refuses another process or thread ({said(error)}): this user may have "
             f"{_most(limits.get('processes'))} of them (ulimit -u), a container perhaps fewer (pids.max): raise the "
             f"limit, give a smaller num_workers, {_ELSE if not _no_thread(error) else 'or use num_workers=0'}"
         )
@@ -52,7 +52,7 @@ def _words(error: BaseException) -> str:
             "the workers cannot be started, because the folder that this process is in was deleted: os.chdir() to one "
             f"that is there, {_ELSE}"
         )
-    return f"the workers cannot be started: the system says {_said(error)}. Put that right, {_ELSE}"
+    return f"the workers cannot be started: the system says {said(error)}. Put that right, {_ELSE}"
 
 
 def _limits() -> dict[str, machine.Rlimit]:
@@ -64,10 +64,6 @@ def _limits() -> dict[str, machine.Rlimit]:
 
 def _most(limit: machine.Rlimit | None) -> str:
     return "so many" if limit is None else "any number of" if limit.soft is None else str(limit.soft)
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _no_thread(error: BaseException) -> bool:
