@@ -9,13 +9,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +28,30 @@ import psutil
 import pytest
 
 from penstock import Feed, LoadError, PenstockError, WorkerLost
+from penstock._core import machine
+from tests.memory import outside
 
 METHODS: tuple[Any, ...] = ("fork", "forkserver", "spawn")
+CREWS = (*METHODS, "portable fork", "portable spawn")
 MEMORY = "512 MiB"
 ITEMS = 48
 VICTIM = 21
 
-Die = Callable[[], None]
+Die = Any  # a function that ends the process, and ``die.over()``: whether it has done so and will not again
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pythons_own_process() -> None:
+    # Python starts it for the portable crew, once, and keeps it: here, so that no test is charged for it.
+    resource_tracker.ensure_running()
+
+
+@pytest.fixture
+def start(crew: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments of a feed with this crew."""
+    kind, _, method = crew.rpartition(" ")
+    monkeypatch.setenv("PENSTOCK_PORTABLE", "1" if kind else "0")
+    return {"start_method": method}
 
 
 # Manner -> exit code of the process, and how a message names it.
@@ -66,6 +87,7 @@ def killer(manner: str, once: Path | None) -> Die:
         end()
         time.sleep(60)
 
+    die.over = lambda: path is not None and os.path.exists(path)  # type: ignore[attr-defined]
     return die
 
 
@@ -167,10 +189,73 @@ def in_an_item(die: Die) -> dict[str, Any]:
     }
 
 
+def at_import(die: Die) -> dict[str, Any]:
+    """In the middle of an import, with the lock of that module held."""
+
+    def load(item: int) -> Any:
+        import importlib.util
+        import sys
+
+        class Finder:
+            def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+                me: Any = self
+                return importlib.util.spec_from_loader(name, me) if name == "imported_by_a_load" else None
+
+            def create_module(self, spec: Any) -> None:
+                return None
+
+            def exec_module(self, module: Any) -> None:
+                die()
+
+        if item == VICTIM:
+            sys.meta_path.insert(0, Finder())
+            importlib.import_module("imported_by_a_load")
+        return np.full(4, item)
+
+    return {"load": load}
+
+
+def between_rows(die: Die) -> dict[str, Any]:
+    """When a row is written and its sample is let go of, before the next is loaded."""
+
+    class Sample:
+        def __init__(self, item: int) -> None:
+            self.item = item
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            return np.full(4, self.item)
+
+        def __del__(self) -> None:
+            if self.item == VICTIM:
+                die()
+
+    # Which item the worker is at by then is its own business.
+    return {"load": Sample, "victim": None}
+
+
+def while_replying(die: Die) -> dict[str, Any]:
+    """When it is made into bytes what became of the task."""
+
+    class Unsayable(Exception):
+        def __reduce__(self) -> Any:
+            die()
+            raise TypeError
+
+    def load(item: int) -> Any:
+        if item == VICTIM and not die.over():
+            raise Unsayable
+        return np.full(4, item)
+
+    return {"load": load}
+
+
 PLACES: dict[str, Callable[[Die], dict[str, Any]]] = {
     place.__name__: place
-    for place in (in_load, in_the_first_item, in_a_sample, in_place, in_collate, between_samples, in_an_item)
-}
+    for place in (
+        in_load, in_the_first_item, in_a_sample, in_place, in_collate, between_samples, in_an_item, at_import,
+        between_rows, while_replying,
+    )
+}  # fmt: skip
 
 
 def feed_of(place: str, manner: str, once: Path | None, **more: Any) -> tuple[Feed, list[int], int | None]:
@@ -194,16 +279,32 @@ def values(feed: Feed) -> list[int]:
 # ---------------------------------------- the table
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("manner", MANNERS)
-@pytest.mark.parametrize("place", PLACES)
+def can_die(place: str, manner: str) -> bool:
+    """Python shows and forgets what is raised in a destructor, SystemExit too."""
+    return (place, manner) != ("between_rows", "sys.exit")
+
+
+# How a death is noticed is the same for each of these, whatever the manner, and they are slow to start.
+FEW_MANNERS = {
+    "spawn": ("SIGKILL", "sys.exit"),
+    "portable fork": ("SIGKILL", "sys.exit"),
+    "portable spawn": ("SIGKILL",),
+}
+TABLE = [
+    pytest.param(place, manner, crew, id=f"{place}-{manner}-{crew}")
+    for place in PLACES
+    for crew in CREWS
+    for manner in FEW_MANNERS.get(crew, MANNERS)
+    if can_die(place, manner)
+]
+
+
+@pytest.mark.parametrize(("place", "manner", "crew"), TABLE)
 def test_a_worker_that_dies_once_is_not_noticed_in_the_data(
-    place: str, manner: str, method: Any, tmp_path: Path
+    place: str, manner: str, start: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Place x manner x start method: every sample exactly once, in order, twice in a row."""
-    if method == "spawn" and manner not in ("SIGKILL", "sys.exit"):
-        pytest.skip("slow to start, and the manner of death is the template's business, which is the same")
-    feed, samples, _ = feed_of(place, manner, tmp_path / "died", start_method=method)
+    """Place x manner x crew: every sample exactly once, in order, twice in a row."""
+    feed, samples, _ = feed_of(place, manner, tmp_path / "died", **start)
     with feed:
         assert values(feed) == samples
         assert (tmp_path / "died").exists()
@@ -212,12 +313,16 @@ def test_a_worker_that_dies_once_is_not_noticed_in_the_data(
         assert values(feed) == samples
 
 
-@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize(
+    ("manner", "crew"), [*((manner, "forkserver") for manner in MANNERS), ("SIGKILL", "portable fork")]
+)
 @pytest.mark.parametrize("place", PLACES)
-def test_an_item_that_always_kills_is_named(place: str, manner: str) -> None:
+def test_an_item_that_always_kills_is_named(place: str, manner: str, start: dict[str, Any]) -> None:
     """Restarting for ever would be a hang, and an error without the item no help."""
+    if not can_die(place, manner):
+        pytest.skip("nobody dies of it")
     code, said = MANNERS[manner]
-    feed, _, victim = feed_of(place, manner, None)
+    feed, _, victim = feed_of(place, manner, None, **start)
     with feed:
         with pytest.raises(WorkerLost, match=said) as caught:
             values(feed)
@@ -228,11 +333,11 @@ def test_an_item_that_always_kills_is_named(place: str, manner: str) -> None:
         assert not isinstance(caught.value, TimeoutError)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("place", ["in_load", "in_the_first_item", "in_a_sample", "in_place"])
-def test_an_item_that_always_kills_is_skipped_if_asked_for(place: str, method: Any) -> None:
+@pytest.mark.parametrize("crew", CREWS[:-1])
+@pytest.mark.parametrize("place", ["in_load", "in_the_first_item", "in_a_sample", "in_place", "at_import"])
+def test_an_item_that_always_kills_is_skipped_if_asked_for(place: str, start: dict[str, Any]) -> None:
     """The rest is delivered, in order, in full batches, and what was left out is told."""
-    feed, samples, victim = feed_of(place, "SIGKILL", None, on_error="skip", start_method=method)
+    feed, samples, victim = feed_of(place, "SIGKILL", None, on_error="skip", **start)
     samples.remove(victim or 0)
     with feed:
         batches = [batch.copy() for batch in feed]
@@ -302,7 +407,121 @@ def test_when_everything_kills_it_ends() -> None:
         values(feed)
 
 
+@pytest.mark.parametrize("crew", ["forkserver", "portable fork"])
+def test_a_death_is_noticed_in_whatever_thread_the_consumer_is(start: dict[str, Any], tmp_path: Path) -> None:
+    """The feed is made in one thread, and each batch asked for in another: none is the main thread."""
+    feeds: list[Any] = []
+    seen: list[int] = []
+
+    def make() -> None:
+        feed, _, _ = feed_of("in_load", "SIGKILL", tmp_path / "died", **start)
+        feeds.extend((feed, iter(feed)))
+
+    def ask() -> None:
+        seen.extend(next(feeds[1])[:, 0].tolist())
+
+    for work in (make, *(ask for _ in range(ITEMS // 4))):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen == list(range(ITEMS))
+    assert feeds[0].stats.restarts == 1
+    feeds[0].close()
+
+
+# ---------------------------------------- the out-of-memory killer
+
+
+# Shared memory, for which a worker's own limit does not hold, and the worker asks to be the one that is taken.
+OOM = """
+import mmap, os, sys
+open(sys.argv[1] + "/cgroup.procs", "w").write("0")
+import numpy as np
+import penstock
+once = sys.argv[2] == "once"
+def load(item):
+    if item == 21 and not (once and os.path.exists("died")):
+        open("died", "w").close()
+        open("/proc/self/oom_score_adj", "w").write("1000")
+        block = mmap.mmap(-1, 600 << 20)
+        for at in range(0, len(block), 4096):
+            block[at] = 1
+    return np.full(4, item)
+with penstock.Feed(range(48), load, batch_size=4, memory="150 MiB", num_workers=2,
+                   start_method="fork" if sys.argv[3] == "fork" else None) as feed:
+    try:
+        print([int(item) for batch in feed for item in batch[:, 0]] == list(range(48)), feed.stats.restarts)
+    except penstock.WorkerLost as error:
+        print(error.item, error.exitcode, error)
+"""
+
+
+@pytest.mark.parametrize("crew", ["forkserver", "fork", "portable fork"])
+@pytest.mark.parametrize("times", ["once", "always"])
+def test_the_out_of_memory_killer_is_survived_and_told(
+    times: str, crew: str, start: dict[str, Any], tmp_path: Path
+) -> None:
+    """In a real memory control group: a worker is taken, its item done again; or the error tells who took it."""
+    if not outside.can_limit():
+        pytest.skip("no memory control group (v1) can be made here")
+    with outside.limit(400 << 20) as group:
+        done = subprocess.run(
+            [sys.executable, "-c", OOM, str(group), times, start["start_method"]],
+            cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    if times == "once":
+        assert done.stdout == "True 1\n"
+    else:
+        assert done.stdout.startswith("21 -9 3 workers died one after the other while loading 21, with signal SIGKILL")
+        assert "it looks like the out-of-memory killer, which took 3 here since the feed began" in done.stdout
+        assert "iB are available now" in done.stdout
+
+
+def test_a_kill_by_hand_is_not_taken_for_the_out_of_memory_killer() -> None:
+    """Where the kernel counts its kills, it is known who it was not."""
+    if machine.oom_kills() is None:
+        pytest.skip("nobody counts here")
+    feed, _, _ = feed_of("in_load", "SIGKILL", None)
+    with feed, pytest.raises(WorkerLost, match=r"not by the out-of-memory killer of this container; .*iB are availabl"):
+        values(feed)
+
+
 # ---------------------------------------- at the start
+
+
+IMPORTED_LOAD = """
+import os
+import numpy as np
+
+if os.getpid() != HOME:
+    with open(os.path.join(os.path.dirname(__file__), "tried"), "a") as file:
+        file.write("x")
+    import a_module_that_is_not_there
+
+def load(item):
+    return np.full(4, item)
+"""
+
+
+@pytest.mark.parametrize("crew", ["forkserver", "spawn", "portable spawn"])
+def test_an_import_error_in_loads_module_fails_at_once_with_that_error(
+    crew: str, start: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that can be imported here and not there: told on the first try, with its own traceback."""
+    name = f"imported_load_{crew.replace(' ', '_')}"
+    (tmp_path / f"{name}.py").write_text(IMPORTED_LOAD.replace("HOME", str(os.getpid())))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load = importlib.import_module(name).load
+    with (
+        Feed(range(8), load, batch_size=4, memory=MEMORY, num_workers=2, **start) as feed,
+        pytest.raises(PenstockError, match=r"the workers cannot start.*a_module_that_is_not_there") as caught,
+    ):
+        next(iter(feed))
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+    told = "".join(traceback.format_exception(caught.value))
+    assert f'{name}.py", line 8, in <module>' in told
+    assert (tmp_path / "tried").read_text() == "x"
 
 
 def unborn(manner: str) -> Any:
@@ -327,12 +546,14 @@ def unborn(manner: str) -> Any:
     return Load()
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("crew", ["forkserver", "spawn", "portable spawn"])
 @pytest.mark.parametrize("manner", [*MANNERS, "ImportError"])
-def test_a_load_that_kills_when_it_is_unpickled_is_reported(manner: str, method: Any) -> None:
+def test_a_load_that_kills_when_it_is_unpickled_is_reported(manner: str, crew: str, start: dict[str, Any]) -> None:
     """A crew that cannot start says so, and does not try for ever."""
+    if manner not in ("SIGKILL", "ImportError") and "spawn" in crew:
+        pytest.skip("slow to start, and the same to the parent")
     with (
-        Feed(range(8), unborn(manner), batch_size=4, memory=MEMORY, num_workers=2, start_method=method) as feed,
+        Feed(range(8), unborn(manner), batch_size=4, memory=MEMORY, num_workers=2, **start) as feed,
         pytest.raises(PenstockError) as caught,
     ):
         next(iter(feed))

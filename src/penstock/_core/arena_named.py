@@ -157,7 +157,15 @@ else:
     import _posixshmem  # type: ignore[import-not-found]  # no stubs; what SharedMemory itself stands on
 
     def _create(name: str, size: int) -> tuple[int, mmap.mmap]:
-        fd = _posixshmem.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
+        try:
+            fd = _posixshmem.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise PenstockError(
+                f"shared memory cannot be made ({type(error).__name__}: {error}): have a /dev/shm that can be written "
+                "to, or use executor='thread' or num_workers=0"
+            ) from error
         try:
             os.ftruncate(fd, size)
             if hasattr(os, "posix_fallocate"):

@@ -7,6 +7,7 @@ place, so that no item is too large and nothing is ever cut into pieces that a d
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 from typing import Final
@@ -54,8 +55,9 @@ class Channel:
             return b""
         if self._buffer[0] == _INLINE[0]:
             return bytes(memoryview(self._buffer)[1:count])
-        fds = array.array("i", ancillary[0][2])
-        fd = fds[0]
+        fd = _descriptor(ancillary)
+        if fd is None:  # the kernel drops what there is no room for, and the message is lost
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         try:
             size = os.fstat(fd).st_size
             parts = []
@@ -75,11 +77,16 @@ class Channel:
     def receive_with_fd(self) -> tuple[bytes, int | None]:
         """The next message of a ``send_with_fd``, and its descriptor if it has one."""
         data, ancillary, _, _ = self.socket.recvmsg(SMALL, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
-        return data, array.array("i", ancillary[0][2])[0] if ancillary else None
+        return data, _descriptor(ancillary)
 
     def close(self) -> None:
         """Close this end."""
         self.socket.close()
+
+
+def _descriptor(ancillary: list[tuple[int, int, bytes]]) -> int | None:
+    fds = array.array("i", ancillary[0][2] if ancillary else b"")
+    return fds[0] if fds else None
 
 
 def pair() -> tuple[Channel, Channel]:

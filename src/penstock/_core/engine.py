@@ -36,6 +36,7 @@ from penstock._core.errors import (
     LoadTimeout,
     SpecError,
     WorkerLost,
+    printable,
     said,
     shown,
 )
@@ -679,7 +680,7 @@ def error_of(failure: Failure, unit: Unit, plan: Plan | None = None, *, spare_by
     if isinstance(error, SpecError) and error.item is None:
         error.item = item
     if failure.trace and isinstance(error, LoadTimeout):
-        error.add_note(f"where it was:\n{failure.trace.rstrip()}")
+        error.add_note(f"where it was:\n{printable(failure.trace.rstrip())}")
     if isinstance(error, SpecError | WorkerLost | LoadTimeout | BudgetError):
         return error
     what, advice = ("load", ' (to leave such items out: on_error="skip")')
@@ -693,6 +694,6 @@ def error_of(failure: Failure, unit: Unit, plan: Plan | None = None, *, spare_by
         )
     loaded = LoadError(f"{what} failed for {shown(item)}: {said(error)}{advice}", item=item)
     if failure.trace:
-        error.add_note(f"where load raised it:\n{failure.trace.rstrip()}")
+        error.add_note(f"where load raised it:\n{printable(failure.trace.rstrip())}")
     loaded.__cause__ = error
     return loaded

@@ -20,7 +20,7 @@ from penstock._core import context
 from penstock._core.batch import Assembler, nbytes_of, packed_batch, rows_batch
 from penstock._core.bookmark import Bookmark
 from penstock._core.engine import Chunk, Engine, Unit, error_of
-from penstock._core.errors import LoadError, SpecError, shown
+from penstock._core.errors import LoadError, SpecError, said, shown
 from penstock._core.fill import COLLATE_INDEX, recast
 from penstock._core.launch import Launched
 from penstock._core.patience import users_level
@@ -297,9 +297,7 @@ class Epoch:
         except SpecError:
             raise
         except Exception as error:
-            raise LoadError(
-                f"collate_fn failed for a batch of {len(samples)} samples: {type(error).__name__}: {error}"
-            ) from error
+            raise LoadError(f"collate_fn failed for a batch of {len(samples)} samples: {said(error)}") from error
         finally:
             context.leave()
         named = options.collate is list or isinstance(options.collate, Pad)
@@ -320,7 +318,7 @@ class Epoch:
             item, last = skipped[-1]
             raise LoadError(
                 f"the last {place.skips_in_a_row} items all failed, so something is wrong with all of them; the last "
-                f"was {shown(item)}: {type(last).__name__}: {last}",
+                f"was {shown(item)}: {said(last)}",
                 item=item,
             ) from last
 

@@ -7,7 +7,8 @@ the same thing (MemoryError, TimeoutError, ValueError) the error is that too.
 
 from __future__ import annotations
 
-from typing import Any
+import reprlib
+from typing import Any, Final
 
 __all__ = [
     "BudgetError",
@@ -18,32 +19,64 @@ __all__ = [
     "PenstockError",
     "SpecError",
     "WorkerLost",
+    "printable",
     "said",
     "shown",
 ]
 
 
+_SAID_CHARACTERS: Final = 2000  # some libraries put whole arrays into their messages
+_BREAKS: Final = "\n\t"
+
+
+def printable(text: str, kept: str = _BREAKS) -> str:
+    """Text without characters that steer a terminal or cannot be written to one; line breaks and tabs may stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
 def shown(item: object, limit: int = 200) -> str:
     """An item as text that is safe to print: one line, no raw control characters, bounded length."""
     try:
-        text = repr(item)
+        text = _short(item, limit) if isinstance(item, _SIZED) and len(item) > limit else repr(item)
     except Exception:  # noqa: BLE001 - the error that is being told matters more than the item's own
         text = object.__repr__(item)
     if len(text) > limit:
         text = f"{text[: limit - 3]}..."
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    return printable(text, kept="")
+
+
+_SIZED: Final = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
+
+
+def _short(item: object, limit: int) -> str:
+    """More than the beginning of what repr gives: all of it may be as large as the item itself."""
+    if isinstance(item, str | bytes | bytearray):
+        return repr(item[:limit])
+    brief = reprlib.Repr()
+    brief.maxlist = brief.maxtuple = brief.maxdict = brief.maxset = brief.maxfrozenset = limit
+    brief.maxstring = brief.maxother = limit
+    return brief.repr(item)
 
 
 def said(error: BaseException) -> str:
     """What kind of error this is and what it says, whatever the user's class does when it is asked."""
     try:
-        return f"{type(error).__qualname__}: {error}"
+        text = str(error)
     except Exception:  # noqa: BLE001 - same as above
         return f"{type(error).__qualname__} (its message cannot be shown)"
+    if len(text) > _SAID_CHARACTERS:
+        text = f"{text[:_SAID_CHARACTERS]}... ({len(text):,} characters)"
+    return f"{type(error).__qualname__}: {printable(text)}"
 
 
 class PenstockError(Exception):
     """Anything that Penstock itself raises."""
+
+    def __init__(self, *arguments: object) -> None:
+        # Here, because names of items, keys of samples and messages of others get into messages in many ways.
+        super().__init__(*(printable(each) if isinstance(each, str) else each for each in arguments))
 
 
 class BudgetError(PenstockError, MemoryError):

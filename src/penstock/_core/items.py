@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock._core.errors import LoadError
+from penstock._core.errors import LoadError, said, shown
 from penstock._core.lines import Lines
 from penstock._core.order import windowed
 from penstock._core.source import Source
@@ -115,15 +115,15 @@ class Stream:
 
 def stream_error(error: Exception, count: int) -> LoadError:
     """What the consumer gets when the user's iterator raises."""
-    return LoadError(f"the stream of items failed after {count} items: {type(error).__name__}: {error}")
+    return LoadError(f"the stream of items failed after {count} items: {said(error)}")
 
 
 def sort_out(items: Any, load: Any) -> Picker | Stream | Source | Lines:
     """Which kind of items these are; TypeError when they cannot be any."""
     if isinstance(items, str | bytes):
         raise TypeError(
-            f"items={items!r} is one {type(items).__name__}, and its characters are hardly meant: give a list of "
-            f"items, such as [{items!r}]"
+            f"items={shown(items)} is one {type(items).__name__}, and its characters are hardly meant: give a list of "
+            f"items, such as [{shown(items)}]"
         )
     if isinstance(items, Mapping):
         raise TypeError("items is a dict: give list(d.items()), or list(d) and look the values up in load")

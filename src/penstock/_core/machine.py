@@ -12,6 +12,7 @@ Linux is first class; macOS and Windows get what a few lines can give (never run
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import os
 import platform
@@ -38,6 +39,7 @@ __all__ = [
     "private_bytes",
     "pss_bytes",
     "reset_peak",
+    "rlimits",
     "tree",
 ]
 
@@ -125,7 +127,7 @@ def look(root: str = "/") -> Machine:
     import multiprocessing  # here, because a worker that only measures memory should not pay for it
 
     meminfo = _read(root, "/proc/meminfo")
-    limits = _rlimits(root)
+    limits = rlimits(root=root)
     bound_by, available = min(_bounds(root), key=lambda bound: bound[1], default=("nothing known", 0))
     allowed, quota = _cores_allowed(root), _cpu_quota(root)
     shm = _filesystem(root, "/dev/shm")
@@ -347,9 +349,9 @@ def _bounds(root: str) -> Iterator[tuple[str, int]]:
     for limit in _memory_limits(root):
         yield limit.where, limit.headroom_bytes
     status = _read(root, "/proc/self/status")
-    rlimits = _rlimits(root)
+    bounds = rlimits(root=root)
     for name, title, used in (("address space", "RLIMIT_AS", "VmSize"), ("data size", "RLIMIT_DATA", "VmData")):
-        soft = rlimits.get(name, Rlimit()).soft
+        soft = bounds.get(name, Rlimit()).soft
         if soft is not None:
             yield title, max(0, soft - _kib(status, used))
 
@@ -483,7 +485,8 @@ def _cores_allowed(root: str) -> int:
     return count or 1
 
 
-def _rlimits(root: str) -> dict[str, Rlimit]:
+def rlimits(*, root: str = "/") -> dict[str, Rlimit]:
+    """The resource limits of this process, by the names that the kernel gives them."""
     text = _read(root, "/proc/self/limits")
     if text:
         matches = (_RLIMIT_LINE.match(line) for line in text.splitlines())
@@ -517,27 +520,32 @@ def _features(root: str) -> Features:
 def _has_memfd() -> bool:
     try:
         os.close(os.memfd_create("penstock-look"))
-    except (AttributeError, OSError):  # OSError: a sandbox's filter
-        return False
+    except (AttributeError, OSError) as error:  # OSError: a sandbox's filter
+        return _only_full(error)
     return True
 
 
 def _has_pidfd() -> bool:
     try:
         os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):
-        return False
+    except (AttributeError, OSError) as error:
+        return _only_full(error)
     return True
 
 
 def _has_seqpacket() -> bool:
     try:
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    except (AttributeError, OSError, ValueError):
-        return False
+    except (AttributeError, OSError, ValueError) as error:
+        return _only_full(error)
     for end in pair:
         end.close()
     return True
+
+
+def _only_full(error: Exception) -> bool:
+    """Whether it is there, and only all descriptors are in use at this moment."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def _has_pdeathsig() -> bool:

@@ -41,7 +41,11 @@ class Stacks:
 def write_when_asked(fd: int, worker: int) -> None:
     """Have this process answer when it is asked where it is."""
     # Opened anew, for a place of its own in the file.
-    mine = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        mine = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:  # there is no /proc here: asked, it says nothing, which is better than to die of the question
+        signal.signal(ASK, signal.SIG_IGN)
+        return
     os.lseek(mine, worker * ROOM_BYTES, os.SEEK_SET)
     faulthandler.register(ASK, file=mine, all_threads=False)
 

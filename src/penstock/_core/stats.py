@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
 from penstock._core.budget import format_bytes
+from penstock._core.errors import said, shown
 
 __all__ = ["Stats"]
+
+SHOWN_SKIPS: Final = 3
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,6 +37,17 @@ class Stats:
     """Batches that were handed out as copies because the consumer held too many slots."""
     skipped: list[tuple[Any, BaseException]] = dataclasses.field(default_factory=list)
     """Items that were left out, with their errors."""
+
+    def __repr__(self) -> str:
+        told = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if field.name != "skipped"
+        ]
+        # There may be a million of them, with names and messages of any kind.
+        few = [f"({shown(item)}, {said(error)})" for item, error in self.skipped[:SHOWN_SKIPS]]
+        few += [f"... {len(self.skipped):,} in all"] if len(self.skipped) > SHOWN_SKIPS else []
+        return f"Stats({', '.join(told)}, skipped=[{', '.join(few)}])"
 
     def __str__(self) -> str:
         return (

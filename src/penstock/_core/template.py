@@ -13,6 +13,7 @@ each worker.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import mmap
 import os
@@ -31,6 +32,7 @@ from penstock._core.arena import CONTROL_BYTES
 from penstock._core.channel import Channel
 from penstock._core.overdue import RECORD, RECORD_BYTES, Overdue
 from penstock._core.stacks import ASK
+from penstock._core.wire import Notice, encode_notice
 
 __all__ = ["born", "serve", "start_interpreter"]
 
@@ -93,7 +95,11 @@ def born(birth: dict[str, Any]) -> None:
             _absent(orders, error)
             leave(1)
         outlive()
-    serve(program, birth, orders, tasks, replies)
+    try:
+        serve(program, birth, orders, tasks, replies)
+    except OSError as error:
+        _refused(orders, error)
+        leave(1)
     leave(0)
 
 
@@ -104,7 +110,12 @@ def _absent(orders: Channel, error: BaseException) -> None:
     except Exception:  # noqa: BLE001 - an exception class that does not survive the way is described instead
         error = RuntimeError(f"{type(error).__qualname__}: {error}")
     with contextlib.suppress(ConnectionError):  # the parent did not wait
-        orders.send(pickle.dumps(("absent", error, trace)))
+        orders.send(encode_notice(Notice.ABSENT, body=(error, trace)))
+
+
+def _refused(orders: Channel, error: OSError) -> None:
+    with contextlib.suppress(ConnectionError):  # the parent did not wait
+        orders.send(encode_notice(Notice.REFUSED, error.errno or errno.EIO))
 
 
 def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, replies: Channel) -> None:
@@ -127,11 +138,11 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
     poller.register(orders, select.POLLIN)
     poller.register(parent, select.POLLIN)
 
-    def tell(*words: Any) -> None:
+    def tell(notice: Notice, *numbers: int) -> None:
         with contextlib.suppress(ConnectionError):  # the parent closed its end, or is gone: the poller says so too
-            orders.send(pickle.dumps(words))
+            orders.send(encode_notice(notice, *numbers))
 
-    tell("here", machine.private_bytes(os.getpid()))
+    tell(Notice.HERE, machine.private_bytes(os.getpid()))
     watch = _Watch(birth["timeout"], birth["arena"]) if birth["timeout"] is not None else None
     ended_for: dict[int, tuple[int, int]] = {}  # pid -> what it was late with
 
@@ -140,7 +151,7 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
         poller.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
-        tell("exit", number, pid, os.waitstatus_to_exitcode(status), ended_for.pop(pid, None))
+        tell(Notice.EXIT, number, pid, os.waitstatus_to_exitcode(status), *ended_for.pop(pid, (-1, -1)))
 
     running = True
     while running:
@@ -162,16 +173,20 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
                         if number == rest[0]:
                             os.kill(pid, ASK)
                 elif word == "make":
-                    assert own is not None
                     number = rest[0]
-                    pid = _make(
-                        worker, program, birth, number, tasks, replies, own, [orders.fileno(), parent, *children]
-                    )
-                    pidfd = os.pidfd_open(pid)
-                    children[pidfd] = (number, pid)
-                    poller.register(pidfd, select.POLLIN)
-                    tell("made", number, pid)
-                    os.close(own)
+                    shut = [orders.fileno(), parent, *children]
+                    try:
+                        if own is None:  # there was no room for it
+                            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                        pid, pidfd = _make(worker, program, birth, number, tasks, replies, own, shut)
+                    except OSError as error:
+                        _refused(orders, error)
+                    else:
+                        children[pidfd] = (number, pid)
+                        poller.register(pidfd, select.POLLIN)
+                        tell(Notice.MADE, number, pid)
+                    if own is not None:
+                        os.close(own)
     # From here on only the children matter.
     poller = select.poll()
     for pidfd in children:
@@ -218,8 +233,8 @@ def _make(
     replies: Channel,
     own: int,
     shut: list[int],
-) -> int:
-    """Make one worker; its pid."""
+) -> tuple[int, int]:
+    """Make one worker; its pid, and a pidfd."""
     if not birth["fork"]:
         keep = (birth["arena"], birth["stacks"], tasks.fileno(), replies.fileno(), own)
         arguments = {
@@ -234,18 +249,19 @@ def _make(
         }
         process = start_interpreter("penstock._core.worker", arguments, keep)
         process.returncode = 0  # reaped by pidfd here; this keeps Popen from waiting for it too
-        return process.pid
+        return process.pid, _watched(process.pid)
     me = os.getpid()
     pid = os.fork()
     if pid:
-        return pid
+        return pid, _watched(pid)
     code = 1
     try:
         for fd in shut:
             os.close(fd)
         gc.enable()
         fds = worker.Fds(birth["arena"], birth["stacks"])
-        worker.run(program, number, me, fds, tasks, replies, Channel(socket.socket(fileno=own)))
+        mine = Channel(socket.socket(fileno=own))  # held by a name until the end: with -W error a lost one is told
+        worker.run(program, number, me, fds, tasks, replies, mine)
         code = 0
     except SystemExit as leaving:
         code = worker.exit_code(leaving)
@@ -256,3 +272,13 @@ def _make(
     finally:
         worker.leave(code)
     raise AssertionError
+
+
+def _watched(pid: int) -> int:
+    """A pidfd of a child; one that cannot be watched is ended, or nobody would know when it is gone."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise

@@ -5,6 +5,7 @@ Runs in the parent and in workers. A reply that says "done" is one struct and no
 
 from __future__ import annotations
 
+import enum
 import pickle
 import struct
 from typing import Any, Final
@@ -15,10 +16,21 @@ from penstock._core.errors import LoadError, said, shown
 from penstock._core.pickles import dumps
 from penstock._core.task import Failure, Reply, Status, Task
 
-__all__ = ["decode_reply", "decode_task", "dump_items", "encode_reply", "encode_task", "ident_of"]
+__all__ = [
+    "Notice",
+    "decode_notice",
+    "decode_reply",
+    "decode_task",
+    "dump_items",
+    "encode_notice",
+    "encode_reply",
+    "encode_task",
+    "ident_of",
+]
 
 _TASK: Final = struct.Struct("<QIIQQIqIBIB")
 _REPLY: Final = struct.Struct("<QHBQd")
+_NOTICE: Final = struct.Struct("<B5q")
 
 
 def dump_items(items: Any) -> bytes:
@@ -27,7 +39,7 @@ def dump_items(items: Any) -> bytes:
         return dumps(items)
     except Exception as error:  # whatever the user's objects do while they are pickled
         raise TypeError(
-            f"items like {shown(items[0])} cannot be sent to worker processes ({type(error).__name__}: {error}): items "
+            f"items like {shown(items[0])} cannot be sent to worker processes ({said(error)}): items "
             'are identities (paths, keys, indices) that can be pickled; or use executor="thread" or num_workers=0'
         ) from error
 
@@ -90,6 +102,34 @@ def decode_reply(data: bytes) -> Reply:
     if len(data) > _REPLY.size:
         reply.body, reply.failures = pickle.loads(memoryview(data)[_REPLY.size :])
     return reply
+
+
+class Notice(enum.IntEnum):
+    """What the template has to say, and the numbers that go with it."""
+
+    HERE = 1
+    """Its own size in bytes."""
+    MADE = 2
+    """A worker, its pid."""
+    EXIT = 3
+    """A worker, its pid, its exit code; if it was ended for being late: task and item as in its record, else -1."""
+    REFUSED = 4
+    """The number of the system's error: a worker cannot be made."""
+    ABSENT = 5
+    """None; the error for which there can be no worker at all, and its traceback, follow as a pickle."""
+
+
+def encode_notice(notice: Notice, *numbers: int, body: Any = None) -> bytes:
+    """A notice as bytes."""
+    head = _NOTICE.pack(notice, *numbers, *(0,) * (5 - len(numbers)))
+    return head if body is None else head + pickle.dumps(body)
+
+
+def decode_notice(data: bytes) -> tuple[Notice, tuple[int, ...], Any]:
+    """A notice from bytes: what it is, its numbers, and what follows them."""
+    kind, *numbers = _NOTICE.unpack_from(data)
+    notice = Notice(kind)
+    return notice, tuple(numbers), pickle.loads(data[_NOTICE.size :]) if notice is Notice.ABSENT else None
 
 
 def _portable(failure: Failure) -> Failure:

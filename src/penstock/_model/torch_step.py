@@ -68,8 +68,8 @@ def make_optimizer(asked: Any, parameters: list[Any], twins: Mapping[int, Any]) 
         made = _optimizer(asked, parameters, twins)
         if made is not None and not takes_nothing(made.step):
             raise TypeError(
-                f"optimizer {type(made).__name__} runs the model again within its own step (a closure), which cannot be "
-                "counted: give batch_size as a number and no model"
+                f"optimizer {type(made).__name__} runs the model again within its own step (a closure), which cannot "
+                "be counted: give batch_size as a number and no model"
             )
         return made
     except (TypeError, ValueError) as error:

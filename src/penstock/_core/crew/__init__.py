@@ -15,15 +15,19 @@ from __future__ import annotations
 import os
 import select
 import sys
-from typing import Protocol
+from typing import Final, Protocol
 
 from penstock._core import machine
 from penstock._core.arena import AnyArena
+from penstock._core.crew.refusals import refused
 from penstock._core.fill import Failed
 from penstock._core.program import Probe, Program, Setup
 from penstock._core.task import Busy, Failure, Grant, Reply, Task
 
 __all__ = ["Crew", "probe_of", "process_crew"]
+
+DESCRIPTORS: Final = 12  # the most that a crew of one worker needs at once, while it is being started
+_STDERR: Final = 2
 
 
 class Crew(Protocol):
@@ -77,6 +81,7 @@ class Crew(Protocol):
 
 def process_crew(program: Program, start_method: str | None) -> Crew:
     """Worker processes, of the kind that this system can have; PENSTOCK_PORTABLE=1 asks for the portable kind."""
+    make_room()
     # Either is imported only here: each needs things that the other's systems do not have.
     if portable_only():
         from penstock._core.crew.portable import PortableCrew
@@ -84,7 +89,33 @@ def process_crew(program: Program, start_method: str | None) -> Crew:
         return PortableCrew(program, start_method=start_method)
     from penstock._core.crew.processes import ProcessCrew
 
-    return ProcessCrew(program, start_method=start_method)
+    try:
+        return ProcessCrew(program, start_method=start_method)
+    except OSError as error:
+        raise refused(error) from error
+
+
+def make_room() -> None:
+    """Raise now if there are too few descriptors: later it would be in the middle of something.
+
+    And have something at 0, 1 and 2, for good, in a program that closed them. Else what a crew opens would come to lie
+    there, and whatever is printed anywhere would be written into it.
+    """
+    found: list[int] = []
+    full = None
+    try:
+        while len(found) < DESCRIPTORS:
+            fd = os.open(os.devnull, os.O_RDWR)
+            if fd > _STDERR:
+                found.append(fd)
+            else:
+                os.set_inheritable(fd, True)
+    except OSError as error:
+        full = error
+    for fd in found:
+        os.close(fd)
+    if full is not None:
+        raise refused(full)
 
 
 def portable_only() -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from penstock._core import machine
 from penstock._core.budget import format_bytes
-from penstock._core.errors import LoadTimeout, PenstockError, WorkerLost, shown
+from penstock._core.errors import LoadTimeout, PenstockError, WorkerLost, printable, said, shown
 from penstock._core.pickles import by_value
 from penstock._core.program import Program
 from penstock._core.task import Failure, Task
@@ -37,6 +37,7 @@ class Deaths:
         self._counts: Counter[tuple[int, int]] = Counter()
         self._late: Counter[tuple[int, int]] = Counter()
         self._barred: dict[tuple[int, int], Failure] = {}
+        self._oom_kills = machine.oom_kills()
         self.fruitless = 0
         """Deaths in a row without anything being finished."""
 
@@ -61,7 +62,7 @@ class Deaths:
         self._counts[task.id, ordinal] += 1
         if self._counts[task.id, ordinal] < DEATHS_AN_ITEM:
             return None
-        return self._end(task, ordinal, lost(task, ordinal, code), "")
+        return self._end(task, ordinal, lost(task, ordinal, code, self._memory(code)), "")
 
     def late(self, task: Task, ordinal: int, stack: str) -> Failure | None:
         """A worker was ended because this item took too long: the failure it is, or None if the task is done again."""
@@ -90,6 +91,19 @@ class Deaths:
         """The items that were barred from a task, which is over now."""
         return tuple(self._barred.pop((task.id, ordinal)) for ordinal in task.barred)
 
+    def _memory(self, code: int) -> str:
+        """Whether it looks as if there was no memory left."""
+        if manner(code) != "signal SIGKILL":
+            return ""
+        before, now = self._oom_kills, machine.oom_kills()
+        if before is None or now is None:
+            oom = " (perhaps the out-of-memory killer"
+        elif now > before:
+            oom = f" (it looks like the out-of-memory killer, which took {now - before} here since the feed began"
+        else:
+            oom = " (not by the out-of-memory killer of this container"
+        return f"{oom}; {format_bytes(machine.available_bytes())} are available now)"
+
     def give_up(self, code: int, workers: int) -> WorkerLost | None:
         """Count a death; the error when there were too many without anything being finished."""
         self.fruitless += 1
@@ -97,7 +111,8 @@ class Deaths:
             return None
         count, self.fruitless = self.fruitless, 0
         return WorkerLost(
-            f"{count} workers died in a row without finishing anything, the last with {manner(code)}: "
+            f"{count} workers died in a row without finishing anything, the last with "
+            f"{manner(code)}{self._memory(code)}: "
             "run with num_workers=0 to see what happens in load",
             exitcode=code,
         )
@@ -122,20 +137,11 @@ def _at(task: Task, ordinal: int) -> tuple[Any, str]:
     return item, f"loading {shown(item)}"
 
 
-def lost(task: Task, ordinal: int, code: int) -> WorkerLost:
-    """The error for an item that its workers died of."""
+def lost(task: Task, ordinal: int, code: int, memory: str) -> WorkerLost:
+    """The error for an item that its workers died of; ``memory`` tells what the system did about memory meanwhile."""
     item, what = _at(task, ordinal)
-    oom = ""
-    if manner(code) == "signal SIGKILL":
-        kills = machine.oom_kills()
-        oom = (
-            f" (it looks like the out-of-memory killer: {kills} kills in this container)"
-            if kills
-            else " (perhaps the out-of-memory killer)"
-        )
-        oom += f"; {format_bytes(machine.available_bytes())} are available now"
     return WorkerLost(
-        f"{DEATHS_AN_ITEM} workers died one after the other while {what}, with {manner(code)}{oom}: do that alone "
+        f"{DEATHS_AN_ITEM} workers died one after the other while {what}, with {manner(code)}{memory}: do that alone "
         'to see why, or leave such items out with on_error="skip"',
         item=item,
         exitcode=code,
@@ -158,7 +164,7 @@ def pickled(program: Program) -> bytes:
         return by_value(program)
     except Exception as error:  # whatever user objects do while they are pickled
         raise PenstockError(
-            f"load cannot be sent to worker processes ({type(error).__name__}: {error}): open files, locks and "
+            f"load cannot be sent to worker processes ({said(error)}): open files, locks and "
             "connections inside load instead of around it, or use executor='thread', num_workers=0 or "
             "start_method='fork'"
         ) from error
@@ -167,9 +173,9 @@ def pickled(program: Program) -> bytes:
 def cannot_start(error: BaseException, trace: str) -> PenstockError:
     """The error when the program could not be brought to life in a worker."""
     unborn = PenstockError(
-        f"the workers cannot start: load could not be brought to life there ({type(error).__name__}: {error}). "
+        f"the workers cannot start: load could not be brought to life there ({said(error)}). "
         "What load imports must be importable in a fresh interpreter; or use executor='thread' or start_method='fork'"
     )
-    error.add_note(f"in the worker:\n{trace}")
+    error.add_note(f"in the worker:\n{printable(trace)}")
     unborn.__cause__ = error
     return unborn

@@ -32,6 +32,7 @@ from penstock._core import context, machine
 from penstock._core.arena import CONTROL_BYTES
 from penstock._core.arena_named import NamedArena, Segment
 from penstock._core.crew import lives, probe_of
+from penstock._core.crew.refusals import refused
 from penstock._core.errors import PenstockError
 from penstock._core.fill import Filler, failure_of
 from penstock._core.limit import RETIRED, Limit
@@ -40,7 +41,7 @@ from penstock._core.program import Probe, Program, Setup
 from penstock._core.task import Busy, Grant, Reply, Status, Task
 from penstock._core.template import ONE_THREAD
 from penstock._core.wire import decode_reply, decode_task, encode_reply, encode_task, ident_of
-from penstock._core.worker import probed, settle
+from penstock._core.worker import die_with, probed, settle
 
 __all__ = ["PortableCrew", "run"]
 
@@ -87,7 +88,7 @@ class PortableCrew:
     def __init__(self, program: Program, *, start_method: str | None = None) -> None:
         self.restarts = 0
         self.retired_bytes = 0
-        method = start_method or "spawn"
+        self._method = method = start_method or "spawn"
         if method not in multiprocessing.get_all_start_methods():
             raise PenstockError(f"start_method={method!r} does not exist on this system: leave it out")
         self._context: Any = multiprocessing.get_context(method)
@@ -120,6 +121,9 @@ class PortableCrew:
         self._wishes.append(1)
         try:
             self._thread.start()
+        except RuntimeError as error:  # there may be no more threads
+            self.close()
+            raise refused(error) from error
         except BaseException:  # Ctrl-C, whose traceback would keep all this alive
             self.close()
             raise
@@ -214,12 +218,13 @@ class PortableCrew:
             self._button.send_bytes(b"")
 
     def _serve(self) -> None:
-        if self._context.get_start_method() == "spawn" and hasattr(signal, "pthread_sigmask"):
-            # Inherited by what this thread starts: a Ctrl-C while an interpreter starts would print a traceback. After
-            # Python has started its tracker, with which it would unblock the signal again.
-            resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
         try:
+            if self._method != "forkserver" and hasattr(signal, "pthread_sigmask"):
+                # Inherited by what this thread starts: a Ctrl-C while a worker starts would print a traceback. After
+                # Python has started its tracker, with which it would unblock the signal again. The fork server is not
+                # ours alone.
+                resource_tracker.ensure_running()
+                signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
             while not self._closing:
                 while self._wishes:
                     self._obey(self._wishes.popleft())
@@ -229,7 +234,7 @@ class PortableCrew:
                 self._give_out()
                 self._look(connection.wait(self._ears(), min(LOOK_S, self._end_late())))
         except BaseException as error:  # noqa: BLE001 - raised where the consumer is
-            self._error = error
+            self._error = refused(error)
             self._replies.put(None)
         finally:
             self._stop_workers()
@@ -408,6 +413,7 @@ class PortableCrew:
         shut = [mine, self._bell, self._button, *(worker.pipe for worker in self._workers.values())]
         birth = {
             "one_thread": (*ONE_THREAD, "VECLIB_MAXIMUM_THREADS"),  # the last is for macOS
+            "parent": os.getpid(),
             "arguments": (self._program, number, theirs, segments, told, self._setup, shut if self._forks else ()),
         }
         process = self._context.Process(target=exec, args=(_BIRTH, birth), name=f"penstock-{number}")
@@ -518,15 +524,17 @@ def _plain_parent(*, hide_main: bool) -> Iterator[None]:
 
 # NumPy looks at these once, when it is imported, and importing this file imports it.
 _BIRTH: Final = """
-import os
+import os, signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # before anything is imported: see run
 for name in one_thread:
     os.environ.setdefault(name, "1")
 from penstock._core.crew.portable import run
-run(*arguments)
+run(parent, *arguments)
 """
 
 
 def run(
+    parent: int,
     program: Program | bytes,
     number: int,
     pipe: connection.Connection,
@@ -541,6 +549,8 @@ def run(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     for other in shut:
         other.close()
+    if sys.platform == "linux" and os.getppid() == parent:  # not where a fork server stands between them
+        die_with(parent)
     with contextlib.suppress(EOFError, OSError):
         if isinstance(program, bytes):
             try:

@@ -28,6 +28,7 @@ from penstock._core.arena import CONTROL_BYTES, Arena
 from penstock._core.channel import Channel, pair
 from penstock._core.crew import probe_of
 from penstock._core.crew.lives import FRUITLESS_DEATHS, PROBE, Deaths, cannot_start, manner, pickled
+from penstock._core.crew.refusals import refused
 from penstock._core.errors import PenstockError, WorkerLost
 from penstock._core.limit import RETIRED
 from penstock._core.overdue import RECORD, RECORD_BYTES
@@ -35,7 +36,7 @@ from penstock._core.pickles import introduce
 from penstock._core.program import Probe, Program, Setup
 from penstock._core.stacks import Stacks
 from penstock._core.task import Busy, Failure, Grant, Reply, Status, Task
-from penstock._core.wire import decode_reply, encode_task, ident_of
+from penstock._core.wire import Notice, decode_notice, decode_reply, encode_task, ident_of
 from penstock._core.worker import leave
 
 __all__ = ["MOST_WORKERS", "ProcessCrew"]
@@ -106,15 +107,22 @@ class ProcessCrew:
     def start(self, setup: Setup) -> None:
         """Have as many workers as were planned, all told what a slot looks like and how far they may grow."""
         self._setup = cloudpickle.dumps(("setup", setup))
-        self._owns[0].send(self._setup)
-        for number in range(1, setup.workers):
-            self._make(number)
+        with contextlib.suppress(ConnectionError):  # it died since the probe: the one in its place is told
+            self._owns[0].send(self._setup)
+        try:
+            for number in range(1, setup.workers):
+                self._make(number)
+        except OSError as error:
+            raise self._break(error) from error
 
     def submit(self, task: Task) -> None:
         """Have a task done by whoever is free."""
         self._outstanding[task.id] = task
         self._backlog.append(task)
-        self._flush()
+        try:
+            self._flush()
+        except OSError as error:
+            raise self._break(error) from error
 
     def withdraw(self) -> list[int]:
         """Take back what nobody has begun: what was not sent yet, and what still lies in the channel."""
@@ -159,6 +167,19 @@ class ProcessCrew:
         """The replies that are there now; deaths are dealt with on the way."""
         if self._broken:
             raise self._broken
+        try:
+            return self._take_all()
+        except OSError as error:
+            raise self._break(error) from error
+
+    def _break(self, error: OSError) -> PenstockError:
+        """The system refused something without which the books are wrong: it is over, and this is why."""
+        told = refused(error)
+        assert isinstance(told, PenstockError)
+        self._broken = told
+        return told
+
+    def _take_all(self) -> list[Reply]:
         assert self._orders is not None
         self._flush()
         self._read_replies()
@@ -235,9 +256,14 @@ class ProcessCrew:
         keep = tuple(birth[key] for key in ("orders", "tasks", "replies", "arena", "stacks"))
         if self._method == "fork":
             introduce(self._program.load)
-            self._template_pid = os.fork()
-            if self._template_pid == 0:
-                self._be_template(birth, orders, theirs)
+            # The mask is inherited: a Ctrl-C before the child ignores it would print a traceback of its own.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+            try:
+                self._template_pid = os.fork()
+                if self._template_pid == 0:
+                    self._be_template(birth, orders, theirs, mask)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         else:
             self._process = template.start_interpreter("penstock._core.template", birth, keep)
             self._template_pid = self._process.pid
@@ -248,9 +274,10 @@ class ProcessCrew:
             poller.register(orders, select.POLLIN)
             poller.register(self._template_fd, select.POLLIN)
 
-    def _be_template(self, birth: dict[str, Any], ours: Channel, theirs: Channel) -> None:
+    def _be_template(self, birth: dict[str, Any], ours: Channel, theirs: Channel, mask: set[Any]) -> None:
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             ours.close()
             template.serve(self._program, birth, theirs, self._queue, self._replies_out)
         finally:
@@ -266,9 +293,9 @@ class ProcessCrew:
         self._orders, self._template_fd = None, -1
 
     def _make(self, number: int) -> None:
-        mine, theirs = pair()
         if old := self._owns.get(number):
             old.close()
+        mine, theirs = pair()
         self._owns[number] = mine
         RECORD.pack_into(self._control, self._control_at + number * RECORD_BYTES, 0, 0, 0.0)
         if self._setup is not None:
@@ -354,18 +381,20 @@ class ProcessCrew:
             if not data:
                 self._template_died()
                 return
-            word, *rest = pickle.loads(data)
-            if word == "here":
-                self.template_bytes = rest[0]
-            elif word == "made":
-                self._pids[rest[0]] = rest[1]
+            notice, (one, two, *more), body = decode_notice(data)
+            if notice is Notice.HERE:
+                self.template_bytes = one
+            elif notice is Notice.MADE:
+                self._pids[one] = two
                 self._has_made = True
-            elif word == "absent":
-                raise cannot_start(*rest)
-            elif word == "exit":
-                number, _, code, late = rest
+            elif notice is Notice.ABSENT:
+                raise cannot_start(*body)
+            elif notice is Notice.REFUSED:
+                raise OSError(one, os.strerror(one))
+            elif notice is Notice.EXIT:
+                code, held, ordinal = more
                 self._read_replies()  # what it said before it died counts
-                self._died(number, code, late)
+                self._died(one, code, (held, ordinal) if held >= 0 else None)
 
     def _died(self, number: int, code: int, late: tuple[int, int] | None) -> None:
         """A worker is gone for good: what it held is given to another, and so is its place.

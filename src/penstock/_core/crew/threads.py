@@ -14,6 +14,7 @@ import traceback
 
 from penstock._core import context
 from penstock._core.arena import Arena
+from penstock._core.crew.refusals import refused
 from penstock._core.fill import Filler, Room, SampleGauge, failure_of
 from penstock._core.program import Probe, Program, Setup
 from penstock._core.stacks import users_part
@@ -60,7 +61,10 @@ class ThreadCrew:
                 daemon=True,
             )
             self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise refused(error) from error
 
     def submit(self, task: Task) -> None:
         """Have a task done by whoever is free."""
