@@ -36,6 +36,11 @@ def load_leaky(i: int) -> Any:
     return np.full(1024, float(i))
 
 
+def load_leaky_much(i: int) -> Any:
+    _leak.append(np.ones(MiB(30) // 8))
+    return np.full(1024, float(i))
+
+
 def load_path(path: str) -> Any:
     return np.full((128,), float(path.rpartition("/")[2]))
 
@@ -70,6 +75,8 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], dict[str, Any]]] = {
     "samples of 192 KiB": (MiB(160), lambda f: (range(3000), load_192k), {"batch_size": 32, "num_workers": 2}),
     "temporaries": (MiB(256), lambda f: (range(400), load_hungry), {"batch_size": 4, "num_workers": 2}),
     "leak": (MiB(256), lambda f: (range(3000), load_leaky), {"batch_size": 8, "num_workers": 2}),
+    # What the probe leaves behind is the first worker's too.
+    "leak of 30 MiB a call": (MiB(192), lambda f: (range(40), load_leaky_much), {"batch_size": 8, "num_workers": 1}),
     "two million paths": (
         MiB(256),
         lambda f: ([f"/somewhere/in/a/folder/{i:012d}" for i in range(2_000_000)], load_path),
