@@ -61,6 +61,14 @@ def big_files(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.glob("big-*.npy"))
 
 
+def big_file(folder: Path) -> str:
+    """One file of 240 MiB in rows of 64 KiB, made once."""
+    path = folder / "rows.npy"
+    if not path.exists():
+        np.save(path, np.arange(240 * 16 * 2**14, dtype=np.float32).reshape(-1, 2**14))
+    return str(path)
+
+
 Case = Callable[[Path], tuple[Feed, int, Callable[[], Iterator[int]]]]
 
 
@@ -86,6 +94,12 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], dict[str, Any]]] = {
         MiB(256),
         lambda f: (range(600), load_ragged),
         {"batch_size": 16, "num_workers": 2, "collate_fn": "pad"},
+    ),
+    # Pages of a mapped file would count: a source of them reads instead.
+    "a mapped file": (
+        MiB(96),
+        lambda f: (penstock.arrays(np.load(big_file(f), mmap_mode="r")), None),
+        {"batch_size": 64, "num_workers": 2, "shuffle": True},
     ),
     "threads": (
         MiB(256),
