@@ -18,6 +18,7 @@ from penstock._core.context import WorkerInfo, rng, worker
 from penstock._core.epoch import Epoch, ResourceHeld
 from penstock._core.errors import (
     BudgetError,
+    BudgetWarning,
     FeedClosed,
     LeaseError,
     LoadError,
@@ -26,7 +27,7 @@ from penstock._core.errors import (
     SpecError,
     WorkerLost,
 )
-from penstock._core.feed import BudgetWarning, Feed, plan
+from penstock._core.feed import Feed, plan
 from penstock._core.line_reader import Line
 from penstock._core.lines import lines
 from penstock._core.patience import SlowLoad

@@ -163,6 +163,10 @@ def test_a_tiny_run_of_the_benchmark_of_memory_gives_numbers_for_everyone(tmp_pa
     text = memory.as_text(found)
     for case in (*CASES.values(), *COSTS.values()):
         assert case.title in text
+    if sys.platform == "linux":  # what looking at memory took, in percent of all processor time
+        rows = [line for line in text.splitlines() for case in COSTS.values() if line.startswith(case.title)]
+        assert len(rows) == len(COSTS)
+        assert all(0 < float(row.rpartition(" ")[2].rstrip("%")) < 100 for row in rows)
     saved = json.loads(memory.write(found, tmp_path / "out").read_text())
     assert saved["costs"]["ratios"]["cost-rows"]["speed"]["rounds"] == 1
     assert saved["cases"]["ratios"]["leak"]["speed"] is None  # the peer was left out

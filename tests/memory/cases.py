@@ -36,6 +36,11 @@ def load_leaky(i: int) -> Any:
     return np.full(1024, float(i))
 
 
+def load_leaky_much(i: int) -> Any:
+    _leak.append(np.ones(MiB(30) // 8))
+    return np.full(1024, float(i))
+
+
 def load_path(path: str) -> Any:
     return np.full((128,), float(path.rpartition("/")[2]))
 
@@ -56,6 +61,14 @@ def big_files(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.glob("big-*.npy"))
 
 
+def big_file(folder: Path) -> str:
+    """One file of 240 MiB in rows of 64 KiB, made once."""
+    path = folder / "rows.npy"
+    if not path.exists():
+        np.save(path, np.arange(240 * 16 * 2**14, dtype=np.float32).reshape(-1, 2**14))
+    return str(path)
+
+
 Case = Callable[[Path], tuple[Feed, int, Callable[[], Iterator[int]]]]
 
 
@@ -70,6 +83,8 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], dict[str, Any]]] = {
     "samples of 192 KiB": (MiB(160), lambda f: (range(3000), load_192k), {"batch_size": 32, "num_workers": 2}),
     "temporaries": (MiB(256), lambda f: (range(400), load_hungry), {"batch_size": 4, "num_workers": 2}),
     "leak": (MiB(256), lambda f: (range(3000), load_leaky), {"batch_size": 8, "num_workers": 2}),
+    # What the probe leaves behind is the first worker's too.
+    "leak of 30 MiB a call": (MiB(192), lambda f: (range(40), load_leaky_much), {"batch_size": 8, "num_workers": 1}),
     "two million paths": (
         MiB(256),
         lambda f: ([f"/somewhere/in/a/folder/{i:012d}" for i in range(2_000_000)], load_path),
@@ -79,6 +94,12 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], dict[str, Any]]] = {
         MiB(256),
         lambda f: (range(600), load_ragged),
         {"batch_size": 16, "num_workers": 2, "collate_fn": "pad"},
+    ),
+    # Pages of a mapped file would count: a source of them reads instead.
+    "a mapped file": (
+        MiB(96),
+        lambda f: (penstock.arrays(np.load(big_file(f), mmap_mode="r")), None),
+        {"batch_size": 64, "num_workers": 2, "shuffle": True},
     ),
     "threads": (
         MiB(256),

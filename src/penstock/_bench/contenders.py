@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from penstock._bench import watch
 from penstock._bench.workloads import Job, TextLines, TokenCheck
 
 __all__ = ["CONTENDERS", "Contender", "Running"]
@@ -123,6 +125,7 @@ class _Threads:
 class _Penstock:
     def __init__(self, job: Job, feed: Any) -> None:
         self._job, self._feed = job, feed
+        self._cpu_s = watch.cpu_s(os.getpid()) or 0.0
 
     def epochs(self) -> Iterator[Iterable[Any]]:
         # One more than is asked for: the feed may not know that the pass it reads ahead for is the last.
@@ -133,7 +136,8 @@ class _Penstock:
         return {
             "planned_bytes": plan.total_bytes, "slots": plan.slots, "workers": plan.workers,
             "peak_bytes": stats.peak_bytes, "copied": stats.copied, "wait_s": stats.wait_s,
-            "restarts": stats.restarts,
+            "restarts": stats.restarts, "measure_s": stats.measure_s,
+            "cpu_s": (watch.cpu_s(os.getpid()) or 0.0) - self._cpu_s,
         }  # fmt: skip
 
     def close(self) -> None:

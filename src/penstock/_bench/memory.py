@@ -79,6 +79,13 @@ def _work(outcome: Outcome) -> float | None:
     return None if outcome.cpu_s is None or not samples else outcome.cpu_s / samples
 
 
+def _looking(outcomes: Sequence[Outcome]) -> str:
+    """What looking at memory takes of all processor time, the largest of all rounds."""
+    facts = [outcome.result.get("facts", {}) for outcome in outcomes if outcome.contender == "penstock"]
+    shares = [fact["measure_s"] / fact["cpu_s"] for fact in facts if fact.get("cpu_s")]
+    return f"{max(shares):.2%}" if shares else "-"
+
+
 def _of(results: Results, name: str) -> tuple[dict[str, Summary], list[Outcome]]:
     summaries = {summary.contender: summary for summary in results.summaries if summary.workload == name}
     return summaries, [outcome for outcome in results.outcomes if outcome.workload == name]
@@ -155,7 +162,10 @@ def as_text(found: Found) -> str:
             _rate(torch), _rate(ours), f"{ratio.median:.2f}" if ratio else "-",
         ])  # fmt: skip
     lines += [*_lines(head, rows), *_notes(found.cases), ""]
-    lines += ["what it costs to hold the budget: held to it / not held, round by round, least and most in brackets", ""]
+    lines += [
+        "what it costs to hold the budget: held to it / not held, round by round, least and most in brackets;",
+        "looking: time that was taken to look at memory, as a share of all processor time, the most of all rounds", "",
+    ]  # fmt: skip
     rows = []
     for name in found.costs.setup.workloads:
         by_name, outcomes = _of(found.costs, name)
@@ -163,9 +173,9 @@ def as_text(found: Found) -> str:
         rows.append([
             workload_of(name).title, _rate(by_name.get("penstock")), _rate(by_name.get("penstock-unheld")),
             *(f"{r.median:.3f} ({r.low:.2f} {r.high:.2f})" if r else "-" for r in ratios),
-            str(ratios[0].rounds if ratios[0] else 0),
+            str(ratios[0].rounds if ratios[0] else 0), _looking(outcomes),
         ])  # fmt: skip
-    lines += _lines(["what is read", "held", "not held", "speed", "CPU a sample", "rounds"], rows)
+    lines += _lines(["what is read", "held", "not held", "speed", "CPU a sample", "rounds", "looking"], rows)
     return "\n".join([*lines, *_notes(found.costs), ""])
 
 

@@ -30,6 +30,7 @@ from penstock._core.budget import MiB, format_bytes
 from penstock._core.crew import Crew
 from penstock._core.errors import (
     BudgetError,
+    BudgetWarning,
     FeedClosed,
     LeaseError,
     LoadError,
@@ -40,6 +41,7 @@ from penstock._core.errors import (
     said,
     shown,
 )
+from penstock._core.kept import Kept
 from penstock._core.ledger import Ledger
 from penstock._core.line_reader import Scatter
 from penstock._core.order import Mixing
@@ -149,7 +151,12 @@ class Engine:
         self._patience = Patience()
         # What loads in this process hold at once; a worker process is measured instead.
         self._inside_bytes = 0 if crew.pids() else max(1, plan.workers) * probe.sample_bytes
+        self._kept = None if crew.pids() else Kept(threads=plan.workers)
+        self._excess: str | None = None
+        """What there is to say of memory that nothing can hold back; said once, outside of the lock."""
+        self._excessive = False
         self._measure_at_s = 0.0
+        self._measured_s = 0.0
         self._closed = False
         self._owner = os.getpid()
         self.run = 0
@@ -222,16 +229,22 @@ class Engine:
                     continue
             waited = True
             self._section.catch_up()
+            if self._kept is not None:
+                self._kept.begin()
             self.crew.wait(self._patience.look_s)
             with self._lock, self._section:
                 self._check(run)
                 replies = self.crew.take()
+                if self._kept is not None:
+                    self._kept.end(sum(reply.seconds for reply in replies))
                 for reply in replies:
                     self._take(reply)
                 slow = self._slow() if not replies else None
                 self.stats.restarts = self.crew.restarts
                 if self.crew.retired_bytes:
                     self._measure(now=True)
+            if self._excess is not None:
+                self._warn_of_excess()
             if slow is not None:  # not within: whoever makes errors of warnings gets one here
                 self._warn_of(*slow)
 
@@ -627,6 +640,9 @@ class Engine:
         stats = self.stats
         stats.arena_bytes = self.crew.arena.resident_bytes()
         stats.worker_bytes = self._inside_bytes
+        if self._kept is not None:
+            stats.worker_bytes += self._kept.bytes
+            self._look_at_excess()
         risen = []
         for pid in self.crew.pids():
             own, most = machine.peak_own_bytes(pid)
@@ -639,7 +655,34 @@ class Engine:
         # A worker that was replaced is not there any more, and was as large as it says.
         stats.peak_bytes = max(stats.peak_bytes, together, used + self.crew.retired_bytes)
         self.crew.retired_bytes = 0
-        self._measure_at_s = moment + max(MEASURE_S, (time.monotonic() - moment) / MEASURE_SHARE)
+        took_s = time.monotonic() - moment
+        self._measured_s += took_s
+        stats.measure_s = self._measured_s + self.crew.measure_s + (self._kept.spent_s if self._kept else 0.0)
+        self._measure_at_s = moment + max(MEASURE_S, took_s / MEASURE_SHARE)
+
+    def _look_at_excess(self) -> None:
+        """Loads in this process keep more than the budget has room for: nothing stops them, so it is said."""
+        stats, plan = self.stats, self.plan
+        assert self._kept is not None
+        if self._excessive or stats.arena_bytes + stats.worker_bytes <= plan.memory:
+            return
+        kept = self._kept.collected()
+        stats.worker_bytes = self._inside_bytes + kept
+        used = stats.arena_bytes + stats.worker_bytes
+        if used <= plan.memory:
+            return
+        self._excessive = True
+        where = f'in its threads (executor="{plan.executor}")' if plan.workers else "itself (num_workers=0)"
+        self._excess = (
+            f"loads have kept {format_bytes(kept)} of memory, so that the feed takes {format_bytes(used)} of a budget "
+            f"of {format_bytes(plan.memory)}: this process loads {where}, where nothing can hold "
+            'them to it. Worker processes can be limited and replaced: give executor="process" and num_workers=1 or '
+            "more; or let load keep less"
+        )
+
+    def _warn_of_excess(self) -> None:
+        said, self._excess = self._excess, None
+        warnings.warn(str(said), BudgetWarning, stacklevel=users_level())
 
 
 def _end(body: Any) -> int:
@@ -688,9 +731,11 @@ def error_of(failure: Failure, unit: Unit, plan: Plan | None = None, *, spare_by
         what, advice = "collate_fn", ""
     if isinstance(error, MemoryError) and plan is not None and plan.workers:
         share = plan.worker_bytes + (plan.free_bytes - spare_bytes) // plan.workers
+        fresh = ", and a fresh one had no room for it either" if failure.fresh else ""
         advice = (
             f" (each of {plan.workers} workers may take {format_bytes(share)} of the budget of "
-            f"{format_bytes(plan.memory)}: give more memory or fewer workers, or let load make smaller temporaries)"
+            f"{format_bytes(plan.memory)}{fresh}: give more memory or fewer workers, or let load make smaller "
+            "temporaries)"
         )
     loaded = LoadError(f"{what} failed for {shown(item)}: {said(error)}{advice}", item=item)
     if failure.trace:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 __all__ = [
     "BudgetError",
+    "BudgetWarning",
     "FeedClosed",
     "LeaseError",
     "LoadError",
@@ -88,6 +89,10 @@ class BudgetError(PenstockError, MemoryError):
     def __init__(self, message: str, *, least: int = 0) -> None:  # the default is for unpickling, which sets it after
         super().__init__(message)
         self.least = least
+
+
+class BudgetWarning(UserWarning):
+    """The budget is more than there is, or more is used where nothing can hold it: in this process."""
 
 
 class LoadError(PenstockError):

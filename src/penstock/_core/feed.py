@@ -25,7 +25,7 @@ from penstock._core.bookmark import VERSION, Bookmark, check_saved, write_skippe
 from penstock._core.budget import Size, format_bytes, parse_size
 from penstock._core.engine import Engine
 from penstock._core.epoch import Epoch
-from penstock._core.errors import FeedClosed
+from penstock._core.errors import BudgetWarning, FeedClosed
 from penstock._core.fingerprint import fingerprint
 from penstock._core.fit import Asked
 from penstock._core.items import Stream
@@ -36,13 +36,9 @@ from penstock._core.schedule import Schedule
 from penstock._core.spec import Cast, Spec, row_bytes
 from penstock._core.stats import Stats
 
-__all__ = ["BudgetWarning", "Feed", "plan"]
+__all__ = ["Feed", "plan"]
 
 DEFAULT_SHARE: Final = 0.5
-
-
-class BudgetWarning(UserWarning):
-    """The budget is larger than what the machine or the container has."""
 
 
 _live: weakref.WeakSet[Feed] = weakref.WeakSet()

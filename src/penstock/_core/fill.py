@@ -8,6 +8,9 @@ with the traceback as text, because most frames cannot travel.
 from __future__ import annotations
 
 import itertools
+import os
+import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -18,12 +21,13 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import optree
 
-from penstock._core import context
+from penstock._core import context, machine
 from penstock._core.errors import SpecError, shown
 from penstock._core.layout import Layout, aligned
 from penstock._core.line_reader import Unread
 from penstock._core.npy import read_npy
-from penstock._core.program import Into, Pad, Padded, Probe, Program, Retry, as_texts
+from penstock._core.pace import MOST_S, WARM_S, side_by_side, warm_s
+from penstock._core.program import Into, Pad, Padded, Probe, Program, Retry, Rows, as_texts
 from penstock._core.source import Reader, Scatters
 from penstock._core.spec import (
     NAMESPACE,
@@ -41,7 +45,19 @@ from penstock._core.spec import (
 )
 from penstock._core.task import Failure, Grant, Mode, Reply, Status, Task
 
-__all__ = ["Failed", "Filler", "Gauge", "Memory", "Packed", "Room", "SampleGauge", "Steps", "failure_of", "recast"]
+__all__ = [
+    "Afresh",
+    "Failed",
+    "Filler",
+    "Gauge",
+    "InsideGauge",
+    "Memory",
+    "Packed",
+    "Room",
+    "Steps",
+    "failure_of",
+    "recast",
+]
 
 Ask = Callable[[Reply], Grant]
 Steps = Generator[Reply, Grant, Reply]
@@ -50,6 +66,7 @@ More = Generator[Reply, Grant, None]
 # A probe looks at several items so that one odd one does not decide, but not for long.
 PROBE_ITEMS: Final = 8
 PROBE_S: Final = 0.02
+UNSEEN_BYTES: Final = 4 * 2**20  # a load that takes less is no danger to any budget
 KEPT_BYTES: Final = 64 * 1024  # samples up to this are kept from a probe: half a megabyte in all
 COLLATE_INDEX: Final = 1 << 62  # keeps the randomness of a collate_fn apart from that of its items
 
@@ -64,28 +81,73 @@ class Memory(Protocol):
 class Gauge(Protocol):
     """Measures what loading costs; the parent's own process is measured less closely than a worker."""
 
+    apart: bool
+    """Whether this is a process of its own, where loads may be tried again for a better measurement."""
+
     def idle_bytes(self) -> int: ...
     def start(self) -> None: ...
     def peak_bytes(self) -> int: ...
+    def stop(self) -> None: ...
 
 
-class SampleGauge:
-    """For loads in the consumer's own process, which does much else: leaves it to the size of the sample."""
+class InsideGauge:
+    """For loads in the consumer's own process, whose counters are not ours to reset.
+
+    A load that makes the process larger than it ever was tells its peak by that. Where the process was much larger
+    before, Python's own count of allocations is asked for the first load; what C libraries take for themselves is not
+    in it.
+    """
+
+    apart = False
+
+    def __init__(self) -> None:
+        self._resident = self._most = 0
+        self._traces = False
 
     def idle_bytes(self) -> int:
         """Nothing is added by being idle."""
         return 0
 
     def start(self) -> None:
-        """Nothing to start."""
+        """Loads begin."""
+        self._resident, self._most = machine.resident_bytes(), machine.peak_rss_bytes(os.getpid())
+        if self._most - self._resident > UNSEEN_BYTES:
+            import tracemalloc
+
+            if not tracemalloc.is_tracing():
+                tracemalloc.start()
+                self._traces = True
 
     def peak_bytes(self) -> int:
-        """Not measured."""
-        return 0
+        """The most that a load took, as far as that can be told; 0 if it cannot."""
+        traced = 0
+        if self._traces:
+            import tracemalloc
+
+            traced = tracemalloc.get_traced_memory()[1]
+            self.stop()
+        most = machine.peak_rss_bytes(os.getpid())
+        return max(traced, most - self._resident if most > self._most else 0)
+
+    def stop(self) -> None:
+        """No load follows that has to be looked at."""
+        if self._traces:
+            import tracemalloc
+
+            tracemalloc.stop()
+            self._traces = False
 
 
 class Room(Exception):
     """The parent took the slot back: give up this task."""
+
+
+class Afresh(Exception):
+    """The item at a place found no memory in this worker, which may be what others left: a fresh one is to try."""
+
+    def __init__(self, ordinal: int) -> None:
+        super().__init__(ordinal)
+        self.ordinal = ordinal
 
 
 class Packed:
@@ -106,6 +168,11 @@ class Filler:
         self.memory = memory
         self.worker = worker
         self.beat: Callable[[int], None] = _no_record
+        self.replaceable = False
+        """Whether a fresh worker takes over when this one has no room left."""
+        self.fresh = True
+        """Whether nothing was loaded here before, not even for a probe."""
+        self._first = 0
         self._layout: Layout | None = None
         self._plain: _Plain | None = None
         self._columns: dict[int, list[Array]] = {}
@@ -131,14 +198,17 @@ class Filler:
         try:
             return self._probe(task, gauge)
         finally:
+            gauge.stop()
             context.leave()
 
     def _probe(self, task: Task, gauge: Gauge) -> Probe | None:
         program = self.program
+        self.fresh = False
         idle = gauge.idle_bytes()
         gauge.start()
         began = time.perf_counter()
         costs: list[tuple[float, float]] = []
+        loaded: list[tuple[int, Any]] = []
         spec = program.load.spec if isinstance(program.load, Into) else None
         packed = peak = 0
         for ordinal, item in self._each(task):
@@ -148,6 +218,7 @@ class Filler:
             if not samples:
                 continue
             sample = samples[0]
+            loaded.append((ordinal, item))
             wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
             # Off the processor without having asked for it: the machine is busy, which is not the load's doing.
             costs.append((wall_s, cpu_s if _gave_way() > gave_way else wall_s))
@@ -168,14 +239,33 @@ class Filler:
             return None
         # The median: the first load may import things, and any may be interrupted.
         load_s, cpu_s = sorted(costs)[len(costs) // 2] if costs else (0.0, 0.0)
-        return Probe(
-            spec,
-            packed,
-            load_s,
-            cpu_s,
-            self._load_bytes(peak, spec),
-            idle,
-        )
+        ratio = None
+        if loaded and gauge.apart:
+            load_s, cpu_s, ratio = self._pace(task, loaded, load_s, cpu_s)
+        return Probe(spec, packed, load_s, cpu_s, self._load_bytes(peak, spec, exact=gauge.apart), idle, ratio)
+
+    def _pace(
+        self, task: Task, loaded: list[tuple[int, Any]], load_s: float, cpu_s: float
+    ) -> tuple[float, float, float | None]:
+        """Times taken again where the first ones say little, and whether two loads run side by side."""
+
+        load, plain = self.program.load, self.program.samples_per_item == 1
+
+        def once(number: int) -> None:
+            if plain and load is not None and not isinstance(load, Into):
+                context.enter(self.program.seed, task.epoch, int(task.indices[loaded[number][0]]))
+                load(loaded[number][1])
+                return
+            for _ in itertools.islice(self._samples(task, *loaded[number]), 1):
+                pass
+
+        try:
+            if load_s < WARM_S and cpu_s > load_s / 2:
+                load_s = cpu_s = min(load_s, warm_s(once, len(loaded)))
+            tries = self.program.tries_threads and load_s <= MOST_S
+            return load_s, cpu_s, side_by_side(once, len(loaded), load_s) if tries else None
+        except Exception:  # noqa: BLE001 - it loaded before; a batch will show what is wrong with it
+            return load_s, cpu_s, None
 
     def _spec_of(self, sample: Any, item: Any) -> Spec:
         program = self.program
@@ -192,11 +282,13 @@ class Filler:
         """Whether a batch is made by "pad" or "list", so that its leaves still have the names of a sample's."""
         return self.program.collate is list or isinstance(self.program.collate, Pad)
 
-    def _load_bytes(self, peak: int, spec: Spec) -> int:
+    def _load_bytes(self, peak: int, spec: Spec, *, exact: bool) -> int:
         if not peak:
             return 2 * spec.sample_bytes
         # One that writes in place had to be given a place for the probe; there is none when it works.
-        return max(0, peak - spec.sample_bytes) if isinstance(self.program.load, Into) else peak
+        if isinstance(self.program.load, Into):
+            return max(0, peak - spec.sample_bytes)
+        return peak if exact else max(peak, 2 * spec.sample_bytes)
 
     def do(self, task: Task, ask: Ask) -> Reply:
         """Do a task, blocking in ``ask`` whenever it needs more room."""
@@ -214,6 +306,7 @@ class Filler:
         started = time.perf_counter()
         reply = Reply(task.id, self.worker, Status.DONE)
         failures: list[Failure] = []
+        self._first = task.first
         try:
             if self.program.mode is Mode.ROWS:
                 self._fill_rows(task, reply, failures)
@@ -226,6 +319,13 @@ class Filler:
         except Failed as failed:
             reply.status = Status.FAILED
             reply.body = failed.failure
+        except Afresh as afresh:
+            reply.status = Status.AGAIN
+            if self.program.mode is Mode.ROWS:
+                reply.rows = afresh.ordinal
+            else:
+                reply.body = None
+                failures.clear()  # all of it is done again
         finally:
             context.leave()
         reply.failures = tuple(failures)
@@ -253,7 +353,7 @@ class Filler:
         texts: list[tuple[int, int, bytes]] = []
         if self._kept and not any((task.epoch, index) in self._kept for index in task.indices.tolist()):
             self._kept.clear()  # another worker has made them meanwhile
-        if self._plain is not None and not self._kept and not task.barred:
+        if self._plain is not None and not self._kept and not task.barred and not task.first:
             self._fill_plain(task, columns, failures)
             return
         for ordinal, item in self._each(task):
@@ -285,6 +385,9 @@ class Filler:
                 done = self._attempt(write, ordinal, item, failures)
             except Failed as failed:
                 failed.failure = replace(failed.failure, texts=tuple(t for t in texts if t[0] < first))
+                raise
+            except Afresh:
+                reply.body = [t for t in texts if not first <= t[0] < first + each] or None
                 raise
             if not done:
                 texts[:] = [t for t in texts if not first <= t[0] < first + each]
@@ -405,9 +508,10 @@ class Filler:
         self.beat(Failure.COLLATING)
         context.enter(program.seed, task.epoch, COLLATE_INDEX + int(task.indices[0]))
         assert program.collate is not None
+        collate = program.collate.laid if isinstance(program.collate, Pad) else program.collate
         packing: list[_Packing] = []
         self._attempt(
-            lambda: packing.append(self._unpacked(program.collate(samples))),  # type: ignore[misc]
+            lambda: packing.append(self._unpacked(collate(samples))),
             Failure.BATCH,
             None,
             None,
@@ -438,7 +542,7 @@ class Filler:
                 dtypes[place] = leaf.stored
                 if not (is_floating(leaf.dtype) and is_floating(leaf.stored)):
                     exact = np.empty(leaf.shape, leaf.stored)
-                    store(exact, arrays[place], leaf, None)
+                    store(exact, _whole(arrays[place]), leaf, None)
                     arrays[place] = exact
         return _Packing(tree, kinds, arrays, dtypes)
 
@@ -458,7 +562,11 @@ class Filler:
         for kind, array, dtype in zip(packing.kinds, packing.arrays, packing.dtypes, strict=True):
             nbytes = array.size * dtype.itemsize
             if nbytes:
-                np.copyto(room[at : at + nbytes].view(dtype).reshape(array.shape), array, casting="unsafe")
+                where = room[at : at + nbytes].view(dtype).reshape(array.shape)
+                if isinstance(array, Rows):
+                    array.write(where)
+                else:
+                    np.copyto(where, array, casting="unsafe")
             leaves.append((kind, dtype, array.shape, at))
             at += aligned(nbytes)
         if packing.tree not in self._trees:
@@ -527,7 +635,9 @@ class Filler:
             except Room:
                 raise
             except Exception as error:
-                failure = failure_of(error, ordinal, item)
+                if self._cramped(error, ordinal):
+                    raise Afresh(ordinal) from None
+                failure = self._failure(error, ordinal, item)
                 if not self.program.skips:
                     raise Failed(failure) from error
                 failures.append(failure)
@@ -539,7 +649,7 @@ class Filler:
     def _each(self, task: Task) -> Iterator[tuple[int, Any]]:
         """The items with their places, each noted in the worker's record before it is tried."""
         for ordinal, item in enumerate(self._items(task)):
-            if ordinal not in task.barred:
+            if ordinal >= task.first and ordinal not in task.barred:
                 self.beat(ordinal)
                 yield ordinal, item
 
@@ -586,7 +696,7 @@ class Filler:
             if self._layout is not None:
                 self._admit(sample, item)
             # Copied, for it waits for the others of its batch: a load may return the same buffer every time.
-            made.append(_owned(sample) if most is None else sample)
+            made.append(sample if most is not None or _references(sample) <= _ALONE else _owned(sample))
         samples.extend(made)
 
     def _exactly(self, item: Any, count: int) -> Iterator[Any]:
@@ -602,6 +712,17 @@ class Filler:
                 "samples_per_item=None when the number varies",
                 item=item,
             )
+
+    def _cramped(self, error: Exception, ordinal: int) -> bool:
+        """Whether an item may have found no memory only because others have left something here."""
+        if not isinstance(error, MemoryError) or not self.replaceable:
+            return False
+        alone = self.fresh and (ordinal == self._first or self.program.mode is not Mode.ROWS)
+        return not alone
+
+    def _failure(self, error: Exception, ordinal: int, item: Any) -> Failure:
+        failure = failure_of(error, ordinal, item)
+        return replace(failure, fresh=True) if isinstance(error, MemoryError) and self.replaceable else failure
 
     def _back_off(self, attempt: int, ordinal: int) -> None:
         """Wait before another try, each time longer; it has its own time."""
@@ -641,10 +762,12 @@ class Filler:
             except Room:
                 raise
             except Exception as error:
+                if self._cramped(error, ordinal):
+                    raise Afresh(ordinal) from None
                 if attempt < tries and not isinstance(error, SpecError):
                     self._back_off(attempt, ordinal)
                     continue
-                failure = failure_of(error, ordinal, item)
+                failure = self._failure(error, ordinal, item)
                 if failures is None or not self.program.skips:
                     raise Failed(failure) from error
                 failures.append(failure)
@@ -720,7 +843,7 @@ def _single(sample: Any) -> tuple[Any]:
 class _Packing(NamedTuple):
     tree: optree.PyTreeSpec
     kinds: list[str]
-    arrays: list[Array]
+    arrays: list[Array | Rows]
     dtypes: list[np.dtype[Any]]
 
 
@@ -765,7 +888,9 @@ def _kind(value: Any) -> str:
     return "scalar" if isinstance(value, bool | int | float | complex) else "array"
 
 
-def _packable(value: Any, path: str = "") -> Array:
+def _packable(value: Any, path: str = "") -> Array | Rows:
+    if isinstance(value, Rows):
+        return value
     if isinstance(value, str):
         value = value.encode("utf-8", "surrogatepass")
     if isinstance(value, bytes):
@@ -773,12 +898,16 @@ def _packable(value: Any, path: str = "") -> Array:
     return as_array(value, path=path)
 
 
+def _whole(array: Array | Rows) -> Array:
+    return array.made() if isinstance(array, Rows) else array
+
+
 def _spread(window: tuple[Any, int], size: int) -> tuple[Any, Any, int, int]:
     memory, start = window
     return memory, np.uint8, size, start
 
 
-def _castings(batch: Any, arrays: list[Array], cast: Cast, *, listed: bool) -> list[tuple[int, Leaf]]:
+def _castings(batch: Any, arrays: Sequence[Array | Rows], cast: Cast, *, listed: bool) -> list[tuple[int, Leaf]]:
     """The leaves of a collated batch that are to be cast, with their places.
 
     A padded leaf has the name that it has in a sample, and so have the leaves of a batch that is a list of samples.
@@ -801,7 +930,7 @@ def _castings(batch: Any, arrays: list[Array], cast: Cast, *, listed: bool) -> l
 def recast(batch: Any, cast: Cast) -> Any:
     """A collated batch with its leaves cast, where no slot is written to on the way."""
     values, tree = flatten(batch)
-    arrays = [_packable(value) for value in values]
+    arrays = [_whole(_packable(value)) for value in values]
     for place, leaf in _castings(batch, arrays, cast, listed=False):
         values[place] = np.empty(leaf.shape, leaf.stored)
         store(values[place], arrays[place], leaf, None)
@@ -812,6 +941,30 @@ def _copied(sample: Any) -> Any:
     """A sample with arrays of its own: a load may use one buffer for all of its samples."""
     values, tree = flatten(sample)
     return optree.tree_unflatten(tree, [v if isinstance(v, str | bytes) else as_array(v).copy() for v in values])
+
+
+def _references(sample: Any) -> int:
+    """How often a sample that was just loaded is referred to, if it is an array with memory of its own."""
+    if type(sample) is not np.ndarray or sample.base is not None or not sample.flags.owndata:
+        return _MANY
+    return sys.getrefcount(sample)
+
+
+def _alone() -> int:
+    """What that is for an array that nobody else has: it differs between versions of Python."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return 0  # counts are put off there, and say nothing
+    for sample in itertools.islice(_one(), None):
+        return _references(sample)
+    raise AssertionError
+
+
+def _one() -> Iterator[Array]:
+    yield np.empty(1)
+
+
+_MANY: Final = 1 << 30
+_ALONE: Final = _alone()
 
 
 def _owned(sample: Any) -> Any:

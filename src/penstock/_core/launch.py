@@ -15,19 +15,22 @@ from penstock._core import machine
 from penstock._core.batch import Trees
 from penstock._core.blocks import Blocks
 from penstock._core.budget import format_bytes
+from penstock._core.choice import Threads, choose
 from penstock._core.crew import Crew, process_crew
 from penstock._core.crew.inline import InlineCrew
 from penstock._core.crew.threads import ThreadCrew
 from penstock._core.engine import Engine, Unit, error_of
 from penstock._core.errors import BudgetError, PenstockError
 from penstock._core.fill import Failed
+from penstock._core.items import Picker
 from penstock._core.layout import PAGE, Layout, slot_bytes
 from penstock._core.line_reader import READ_BYTES
 from penstock._core.options import Options
 from penstock._core.order import Mixing
-from penstock._core.plan import LEAN_WORKER_BYTES, TEMPLATE_BYTES, Footprint, Plan, Request, solve
-from penstock._core.program import Into, Probe, Program, Setup
+from penstock._core.plan import LEAN_WORKER_BYTES, TEMPLATE_BYTES, Executor, Footprint, Plan, Request, solve
+from penstock._core.program import Into, Pad, Probe, Program, Setup
 from penstock._core.schedule import Cut, Schedule
+from penstock._core.sharing import obstacle_to_threads, unchanging_kind
 from penstock._core.source import Scatters
 from penstock._core.spec import row_bytes
 from penstock._core.stats import Stats
@@ -64,9 +67,10 @@ class Launched:
 
 def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, base: int, inside: int) -> Launched:
     """Make everything ready for an epoch that goes on from a place; raises what the first items show to be wrong."""
-    program = _program(options, inside)
+    obstacle = _obstacle(options)
+    program = _program(options, inside, tries_threads=obstacle is None)
     crew: Crew | None = None
-    planner = _Planner(options, schedule, program, _item_bytes(options, schedule, epoch, base))
+    planner = _Planner(options, schedule, program, _item_bytes(options, schedule, epoch, base), obstacle)
     try:
         if program.load is None and options.collate is None:
             crew, probe = InlineCrew(program), _probe_source(options, schedule, epoch, base)
@@ -84,7 +88,10 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             plan, slot_size = planner.solve(probe, crew)
         if isinstance(crew, InlineCrew) != (plan.workers == 0):
             crew.close()
-            crew = _make_crew(options, program, plan.workers)
+            crew = _make_crew(options, program, plan.workers, plan.executor)
+        elif plan.workers and plan.executor == "thread" and not isinstance(crew, ThreadCrew):
+            crew.close()
+            crew = ThreadCrew(program)
         # What the plan leaves is given to those who may turn out to need more: workers whose loads differ, and half of
         # it to slots whose batches do.
         spare = plan.free_bytes // 2 if program.collate is not None else 0
@@ -111,7 +118,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
     return Launched(options, engine, plan, program, Layout.of(probe.spec, rows), planner.cut(plan))
 
 
-def _program(options: Options, inside: int) -> Program:
+def _program(options: Options, inside: int, *, tries_threads: bool) -> Program:
     source, each = options.source, options.each
     travels = source is not None and source.in_memory and options.load is not None and options.in_processes
     # Rows can be given out beforehand if batches are made of whole items, and the first one is not half used up.
@@ -131,14 +138,43 @@ def _program(options: Options, inside: int) -> Program:
         options.memory,
         options.timeout_s,
         options.lines.reader.fetch if options.lines is not None else None,
+        _decides(options),
+        tries_threads,
     )
 
 
-def _make_crew(options: Options, program: Program, workers: int | None) -> Crew:
+def _decides(options: Options) -> bool:
+    """Whether it is left to the plan how many workers there are."""
+    return options.num_workers is None and options.in_processes and options.load is not None
+
+
+def _obstacle(options: Options) -> str | None:
+    """Why workers have to be what was asked for, as far as that can be known beforehand; None if nothing says so."""
+    if not _decides(options):
+        return "the number of workers was given"
+    if options.start_method is not None:
+        return f"start_method={options.start_method!r} asks for them"
+    if options.timeout_s is not None:
+        return "only a process can be stopped by timeout"
+    if options.source is not None:
+        return "load works on what a source reads"
+    if options.blocks is not None:
+        return "whole blocks are read"
+    if not (options.collate is None or options.collate is list or isinstance(options.collate, Pad)):
+        return "collate_fn is a function"
+    if (obstacle := obstacle_to_threads(options.load)) is not None:
+        return obstacle
+    kinds = options.items.kinds() if isinstance(options.items, Picker) else None
+    if kinds is None or not all(map(unchanging_kind, kinds)):
+        return "items are not all plain numbers, texts or paths, and threads would share them"
+    return None
+
+
+def _make_crew(options: Options, program: Program, workers: int | None, executor: Executor | None = None) -> Crew:
     if workers == 0:
         return InlineCrew(program)
     gathers_here = options.source is not None and options.source.in_memory and options.load is None
-    if options.executor == "thread" or gathers_here:
+    if (executor or options.executor) == "thread" or gathers_here:
         return ThreadCrew(program)
     return process_crew(program, options.start_method)
 
@@ -194,7 +230,10 @@ def _item_bytes(options: Options, schedule: Schedule, epoch: int, base: int) -> 
 class _Planner:
     """Puts what was asked and what was measured into the plan's terms."""
 
-    def __init__(self, options: Options, schedule: Schedule, program: Program, item_bytes: int) -> None:
+    def __init__(
+        self, options: Options, schedule: Schedule, program: Program, item_bytes: int, obstacle: str | None
+    ) -> None:
+        self._obstacle = obstacle
         self._options = options
         self._schedule = schedule
         self._program = program
@@ -281,17 +320,14 @@ class _Planner:
             size = options.device_memory
             request = with_model(request, footprint, probe.spec, options.asked, size=size, ranks=ranks)
         try:
-            plan = solve(request, footprint)
+            if program.decides and processes:
+                plan = choose(request, footprint, Threads(self._obstacle, probe.side_by_side))
+            else:
+                plan = solve(request, footprint)
         except BudgetError:
             kept = ("line index", kept_bytes) if lines is not None else ("shuffle window", 0) if kept_bytes else None
             raise _does_not_fit(request, footprint, kept=kept) from None
         notes = plan.notes
-        if processes and plan.workers and footprint.waits and options.load is not None:
-            # Only advice: a load that was not written for threads would give wrong samples in them, without a word.
-            notes = (
-                *notes,
-                'executor="thread" would take less memory, as loads wait; it needs a load that is safe in threads',
-            )
         if (mixing := self._schedule.mixing) is not None:
             notes = (*notes, f"shuffled in blocks of {mixing.rows:,} items, {mixing.group:,} items mixed at a time")
         if window_bytes:

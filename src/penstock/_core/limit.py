@@ -11,15 +11,17 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
 from penstock._core import machine
 
-__all__ = ["RETIRED", "Limit"]
+__all__ = ["RETIRED", "Birth", "Limit"]
 
 RETIRED: Final = 75  # exit code of a worker that ends because it has grown; sysexits calls it EX_TEMPFAIL
 TRIM_S: Final = 0.02  # giving back costs milliseconds, and the next load may want it again
 KEPT_SLACK_BYTES: Final = 2**20  # loads differ a little
+# A look takes 2 us. Tasks are about a millisecond of work, those of small batches less: then several are waited for.
+LOOK_S: Final = 0.5e-3
 SOFT_SHARE: Final = 0.6  # of the growth that is allowed: what is above may be needed by the next load
 
 
@@ -28,18 +30,39 @@ _M_MMAP_THRESHOLD: Final = -3
 _MMAP_THRESHOLD_BYTES: Final = 128 * 2**10  # what it is by default
 
 
-class Limit:
-    """The growth that one worker is allowed above what it is when it starts."""
+class Birth(NamedTuple):
+    """What a worker takes before it has loaded anything. The first one loads before it knows its limit: the probe."""
 
-    def __init__(self, growth_bytes: int, load_bytes: int) -> None:
+    anon_bytes: int
+    data_bytes: int
+
+    @classmethod
+    def now(cls) -> Birth:
+        """As it is at this moment."""
+        return cls(machine.anon_gauge()(), machine.data_bytes())
+
+
+class Limit:
+    """The growth that one worker is allowed above what it was when it was born."""
+
+    def __init__(self, growth_bytes: int, load_bytes: int, birth: Birth) -> None:
         self._anon_bytes = machine.anon_gauge()
         # A load must find its room again after the soft line was just not crossed.
         allowed = max(0, min(int(SOFT_SHARE * growth_bytes), growth_bytes - load_bytes))
-        self._soft = self._anon_bytes() + allowed
+        self._soft = birth.anon_bytes + allowed
         self._urgent = self._soft + (growth_bytes - allowed) // 2
         self._trimmed_s = 0.0
-        machine.limit_data(growth_bytes)
+        self._unseen_s = LOOK_S
+        machine.limit_data(growth_bytes, above_bytes=birth.data_bytes or None)
         keep(min(allowed, load_bytes + KEPT_SLACK_BYTES))
+
+    def due(self, worked_s: float) -> bool:
+        """Whether it is time to look again, after a task that took so long."""
+        self._unseen_s += worked_s
+        if self._unseen_s < LOOK_S:
+            return False
+        self._unseen_s = 0.0
+        return True
 
     def outgrown(self) -> bool:
         """Whether this worker should be replaced: it is above its soft line and cannot get below it."""

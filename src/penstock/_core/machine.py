@@ -31,6 +31,8 @@ __all__ = [
     "anon_bytes",
     "anon_gauge",
     "available_bytes",
+    "data_bytes",
+    "heap_gauge",
     "limit_data",
     "look",
     "oom_kills",
@@ -39,6 +41,7 @@ __all__ = [
     "private_bytes",
     "pss_bytes",
     "reset_peak",
+    "resident_bytes",
     "rlimits",
     "tree",
 ]
@@ -46,6 +49,7 @@ __all__ = [
 # cgroup v1 writes "no limit" as the largest multiple of a page below 2**63; 2**60 bytes is no machine's memory.
 _UNLIMITED: Final = 1 << 60
 _PR_GET_PDEATHSIG: Final = 2
+_SMALL_OBJECT_BYTES: Final = 64  # what a block of Python's own allocator has on average; 512 is the most
 _ESCAPED: Final = re.compile(r"\\([0-7]{3})")
 _RLIMIT_LINE: Final = re.compile(r"Max (.+?)\s{2,}(\S+)\s+(\S+)")
 
@@ -236,16 +240,58 @@ def anon_gauge() -> Callable[[], int]:
     return anon
 
 
-def limit_data(growth_bytes: int) -> None:
+def heap_gauge() -> Callable[[], int] | None:
+    """A function that gives the bytes in use on the heap of this process, freed ones not counted; None without glibc.
+
+    A microsecond or two; milliseconds where there are hundreds of thousands of holes. Python's own small objects are
+    estimated from their number.
+    """
+    if sys.platform != "linux":
+        return None
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return None
+    mallinfo.restype = _Mallinfo
+
+    def in_use() -> int:
+        info = mallinfo()
+        return int(info.uordblks) + int(info.hblkhd) + _SMALL_OBJECT_BYTES * sys.getallocatedblocks()
+
+    return in_use
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+        )
+    ]  # fmt: skip
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, shared pages in full: what ``peak_rss_bytes`` is the most of."""
+    return _kib(_read("/", "/proc/self/status"), "VmRSS")
+
+
+def data_bytes() -> int:
+    """Writable private memory of this process by its size, touched or not: what ``limit_data`` limits."""
+    return _kib(_read("/", "/proc/self/status"), "VmData")
+
+
+def limit_data(growth_bytes: int, *, above_bytes: int | None = None) -> None:
     """Let the private memory of this process grow by so much and no more: beyond that, allocations fail.
 
-    RLIMIT_DATA counts writable private mappings by their size, touched or not; shared memory is not counted.
+    Counted from ``above_bytes``, an earlier ``data_bytes()``, or from what it is now. RLIMIT_DATA counts writable
+    private mappings by their size, touched or not; shared memory is not counted.
     """
     try:
         import resource
     except ImportError:  # no such limits on this system
         return
-    size = _kib(_read("/", "/proc/self/status"), "VmData")
+    size = data_bytes() if above_bytes is None else above_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = size + growth_bytes if hard == resource.RLIM_INFINITY else min(hard, size + growth_bytes)
     if size:

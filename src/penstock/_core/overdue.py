@@ -13,11 +13,13 @@ import struct
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["NOT_TIMED", "RECORD", "RECORD_BYTES", "Overdue", "Verdict"]
+__all__ = ["LOOKED", "NOT_TIMED", "RECORD", "RECORD_BYTES", "Overdue", "Verdict"]
 
 RECORD: Final = struct.Struct("<QIxxxxd")
 """A worker's record: task id plus one (0: idle), place of the item in the task, when it was begun (monotonic)."""
 RECORD_BYTES: Final = 64
+LOOKED: Final = 24
+"""Where in it stands, behind the record: seconds that looking at its memory took, for this worker and those before."""
 NOT_TIMED: Final = math.inf
 """In place of the moment of beginning: it waits for room, which is not the item's fault."""
 # Long enough for a worker to write down its stack.

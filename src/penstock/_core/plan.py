@@ -49,8 +49,11 @@ THREAD_BYTES: Final = 256 * 2**10
 # Where a cached sample lies: an entry of a dict and an int.
 CACHE_ENTRY_BYTES: Final = 128
 
-# A message to a worker and its answer cost about this much: a faster load is faster without workers.
+# A load that is faster than this is worth a worker only if a slot holds many: what goes to and fro for a slot costs as
+# much as this much work, of which writing samples is a part.
 CHEAP_S: Final = 15e-6
+CHEAP_SLOT_S: Final = 160e-6
+WRITE_S: Final = 1e-6
 # Loads that wait (disk, network) gain from more workers than cores; beyond this the storage is the limit.
 WAITING_WORKERS: Final = 16
 
@@ -67,6 +70,7 @@ CHEAP_SLOTS_BYTES: Final = 4 * 2**20  # slots up to this much in all are not wor
 MOST_GROUP: Final = 16
 GROUPED_BYTES: Final = 8 * 2**20  # of all slots together: a slot stays about as large as a core's cache
 GROUP_S: Final = 1e-3
+LARGE_ROWS: Final = 1024  # of a batch that is as large as it can be, before it is known how large that is
 DEVICE_BUFFERS: Final = 2  # one that is computed on, one that is copied into
 MOST_ROWS: Final = 2**31 - 1  # so that a row's number fits 32 bits anywhere, and a search for the largest batch ends
 
@@ -111,7 +115,7 @@ class Footprint:
 
     @property
     def cheap(self) -> bool:
-        """Whether a load costs less than telling a worker to do it."""
+        """Whether a load alone costs less than telling a worker to do it."""
         return max(self.load_s, self.cpu_s) < CHEAP_S
 
     @property
@@ -381,10 +385,10 @@ def _wanted_workers(request: Request, footprint: Footprint) -> tuple[int, str]:
     load_s, cpu_s, cores = footprint.load_s, footprint.cpu_s, request.cores
     if request.num_workers is not None:
         return request.num_workers, "as asked"
-    if footprint.cheap:
+    if footprint.cheap and _slot_s(request, footprint) < CHEAP_SLOT_S:
         if request.isolated:
             return 1, request.isolated
-        return 0, f"a load takes {_seconds(load_s)}, less than a message to a worker"
+        return 0, f"a load takes {_seconds(load_s)}: all of a slot take less than to have a worker do it"
     if request.executor == "thread" and footprint.releases_gil is False:
         return 1, "loads hold the GIL, so that more threads would not load faster"
     if footprint.waits:
@@ -397,6 +401,15 @@ def _wanted_workers(request: Request, footprint: Footprint) -> tuple[int, str]:
     if request.length is not None and max(1, request.length) < workers:
         return max(1, request.length), "one for each sample"
     return workers, why
+
+
+def _slot_s(request: Request, footprint: Footprint) -> float:
+    """Work that a slot may hold, of which workers would take a part; as far as that does not depend on memory."""
+    if footprint.load_s == 0 or request.executor == "thread":
+        return 0.0  # a source that lies in memory is read at once; threads would take the GIL from each other
+    rows = LARGE_ROWS if request.batch_size == "max" else request.batch_size
+    rows *= request.group or (MOST_GROUP if request.groups else 1)
+    return (rows if request.length is None else min(rows, request.length)) * (footprint.load_s + WRITE_S)
 
 
 def _ladder(costs: _Costs, wanted: int) -> Iterator[tuple[int, int]]:

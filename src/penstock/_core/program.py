@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -16,10 +17,10 @@ import optree
 
 from penstock._core.errors import SpecError
 from penstock._core.source import Reader
-from penstock._core.spec import Array, Cast, Spec, as_array, flatten
+from penstock._core.spec import NAMESPACE, Array, Cast, Spec, as_array, flatten
 from penstock._core.task import Mode
 
-__all__ = ["Into", "Pad", "Padded", "Probe", "Program", "Retry", "Setup", "as_texts", "into"]
+__all__ = ["Into", "Pad", "Padded", "Probe", "Program", "Retry", "Rows", "Setup", "as_texts", "into"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +76,46 @@ class Padded(NamedTuple):
     lengths: Any
 
 
+class Rows:
+    """Arrays that are to be the rows of one: not put together yet. No dataclass, for those are trees."""
+
+    __slots__ = ("_arrays", "_value", "dtype", "shape")
+
+    def __init__(self, arrays: Sequence[Array], shape: tuple[int, ...], dtype: np.dtype[Any], value: float) -> None:
+        self._arrays = arrays
+        self._value = value  # what stands where an array is shorter than its row
+        self.shape = shape
+        self.dtype = dtype
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return self.size * self.dtype.itemsize
+
+    def made(self) -> Array:
+        """The whole, in memory of its own."""
+        whole: Array = np.empty(self.shape, self.dtype)
+        self.write(whole)
+        return whole
+
+    def write(self, out: Array) -> None:
+        """Put the whole there; ``out`` may be of another dtype."""
+        rest = np.full((), self._value, self.dtype)
+        for row, array in zip(out, self._arrays, strict=True):
+            if row.ndim == 1:
+                row[: len(array)] = array
+                row[len(array) :] = rest
+            else:
+                if array.shape != row.shape:
+                    row[...] = rest
+                row[tuple(map(slice, array.shape))] = array
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pad:
     """Collates samples of different shapes: fills each axis at its end up to the longest of the batch.
@@ -88,6 +129,11 @@ class Pad:
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         """The padded batch of these samples."""
+        batch = self.laid(samples)
+        return optree.tree_map(lambda leaf: leaf.made() if isinstance(leaf, Rows) else leaf, batch, namespace=NAMESPACE)
+
+    def laid(self, samples: Sequence[Any]) -> Any:
+        """The same with ``Rows`` in place of padded arrays: they are written only once, where they are to lie."""
         first, tree = flatten(samples[0])
         try:
             rows = [tree.flatten_up_to(sample) for sample in samples]
@@ -111,9 +157,7 @@ class Pad:
             return np.stack(arrays)
         shapes = np.array([array.shape for array in arrays], np.int64)
         longest = -(-shapes.max(axis=0) // self.multiple) * self.multiple if self.multiple > 1 else shapes.max(axis=0)
-        data: Array = np.full((len(arrays), *longest.tolist()), self.value, dtype)
-        for row, array in zip(data, arrays, strict=True):
-            row[tuple(map(slice, array.shape))] = array
+        data = Rows(arrays, (len(arrays), *longest.tolist()), dtype, self.value)
         return Padded(data, shapes[:, 0].copy() if ndim == 1 else shapes)
 
 
@@ -140,6 +184,10 @@ class Program:
     """How long one item may take."""
     fetch: Callable[[Any], Iterable[Any]] | None = None
     """What makes items of the places that travel in their stead (lines of files), block by block."""
+    decides: bool = False
+    """The plan decides how many workers there are."""
+    tries_threads: bool = False
+    """Nothing is known against loading in threads: the probe sees how that goes."""
 
     @property
     def skips(self) -> bool:
@@ -177,6 +225,8 @@ class Probe:
     cpu_s: float
     load_bytes: int
     process_bytes: int
+    side_by_side: float | None = None
+    """Time of two loads in threads at once over that of one; None if that was not tried."""
 
     @property
     def sample_bytes(self) -> int:

@@ -31,6 +31,8 @@ class Stats:
     """Memory of the arena when last looked at."""
     worker_bytes: int = 0
     """Memory of template and workers when last looked at, shared pages counted in proportion."""
+    measure_s: float = 0.0
+    """Seconds of processor time that looking at memory took, in this process and in workers."""
     restarts: int = 0
     """Workers that died and were replaced."""
     copied: int = 0

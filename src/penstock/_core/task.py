@@ -42,6 +42,8 @@ class Status(enum.IntEnum):
     """Nothing of what was sent before is still in the hands of this worker."""
     RETIRING = 7
     """The worker has grown too large and ends: ``rows`` is how large, in bytes."""
+    AGAIN = 8
+    """The item at place ``rows`` found no memory, and may in a fresh worker: this one ends."""
     ABSENT = 5
     """The worker could not start: the payload is the error."""
 
@@ -69,6 +71,8 @@ class Task:
     """Places of items that must not be tried again: they killed their worker, or took too long."""
     places: npt.NDArray[np.int64] | None = None
     """For each item its place in the unit, where they do not follow each other from ``start`` on."""
+    first: int = 0
+    """Items before this place are done: a worker that had no room for the next one wrote them (ROWS)."""
     handed: dict[int, int] = dataclasses.field(default_factory=dict)
     """Of ``skip``, how many belong to which item, as far as this task handed them over. Does not travel."""
 
@@ -110,6 +114,8 @@ class Failure:
     trace: str
     texts: tuple[tuple[int, int, bytes], ...] = ()
     """Texts of the rows before it that did not fit into their cells."""
+    fresh: bool = False
+    """It failed in a worker that had loaded nothing before."""
 
 
 @dataclasses.dataclass(slots=True)

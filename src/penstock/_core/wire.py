@@ -28,7 +28,7 @@ __all__ = [
     "ident_of",
 ]
 
-_TASK: Final = struct.Struct("<QIIQQIqIBIB")
+_TASK: Final = struct.Struct("<QIIQQIqIBIBI")
 _REPLY: Final = struct.Struct("<QHBQd")
 _NOTICE: Final = struct.Struct("<B5q")
 
@@ -59,6 +59,7 @@ def encode_task(task: Task) -> bytes:
         task.items is not None,
         len(task.barred),
         task.places is not None,
+        task.first,
     )
     places = task.places.tobytes() if task.places is not None else b""
     body = dump_items(task.items) if task.items is not None else b""
@@ -74,7 +75,20 @@ def ident_of(data: bytes) -> int:
 
 def decode_task(data: bytes) -> Task:
     """A task from bytes."""
-    ident, slot, count, offset, capacity, start, epoch, skip, has_items, bars, has_places = _TASK.unpack_from(data)
+    (
+        ident,
+        slot,
+        count,
+        offset,
+        capacity,
+        start,
+        epoch,
+        skip,
+        has_items,
+        bars,
+        has_places,
+        first,
+    ) = _TASK.unpack_from(data)
     at = _TASK.size + 8 * count
     indices = np.frombuffer(data, np.int64, count, _TASK.size)
     places = None
@@ -83,7 +97,7 @@ def decode_task(data: bytes) -> Task:
         at += 8 * count
     barred = tuple(np.frombuffer(data, np.int64, bars, at).tolist()) if bars else ()
     items = pickle.loads(memoryview(data)[at + 8 * bars :]) if has_items else None
-    return Task(ident, slot, offset, capacity, start, epoch, indices, items, skip, barred, places)
+    return Task(ident, slot, offset, capacity, start, epoch, indices, items, skip, barred, places, first)
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -139,4 +153,4 @@ def _portable(failure: Failure) -> Failure:
             return failure
     except Exception:  # noqa: BLE001 - the user's exception class decides what can go wrong here
         pass
-    return Failure(failure.ordinal, LoadError(said(failure.error)), failure.trace)
+    return Failure(failure.ordinal, LoadError(said(failure.error)), failure.trace, fresh=failure.fresh)

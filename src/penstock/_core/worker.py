@@ -26,9 +26,9 @@ from penstock._core import context, machine
 from penstock._core.arena import Arena
 from penstock._core.channel import Channel
 from penstock._core.fill import Filler, failure_of
-from penstock._core.limit import RETIRED, Limit
+from penstock._core.limit import RETIRED, Birth, Limit
 from penstock._core.order import mix
-from penstock._core.overdue import NOT_TIMED, RECORD, RECORD_BYTES
+from penstock._core.overdue import LOOKED, NOT_TIMED, RECORD, RECORD_BYTES
 from penstock._core.program import Program, Setup
 from penstock._core.stacks import write_when_asked
 from penstock._core.task import Grant, Reply, Status, Task
@@ -58,11 +58,13 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
     filler = Filler(program, arena, worker)
     memory, at = arena.window(worker * RECORD_BYTES, RECORD_BYTES)
     limit: Limit | None = None
+    birth = Birth.now()
 
     def record(task: int) -> None:
         RECORD.pack_into(memory, at, task, 0, time.monotonic())
 
     begun = memoryview(memory)[at + 16 : at + 24].cast("d")
+    looked = memoryview(memory)[at + LOOKED : at + LOOKED + 8].cast("d")
 
     def in_time() -> float:
         spent_s: float = time.monotonic() - begun[0]
@@ -88,6 +90,33 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
                 replies.send(encode_reply(Reply(rest[0], worker, Status.PONG)))
             elif word == "stop":
                 raise SystemExit
+
+    def finish(data: bytes) -> None:
+        record(ident_of(data) + 1)
+        try:
+            task = decode_task(data)
+        except Exception as error:  # noqa: BLE001 - the user's classes decide what can go wrong here
+            reply = Reply(ident_of(data), worker, Status.FAILED, body=failure_of(error, 0, None))
+        else:
+            reply = filler.do(task, ask)
+            in_time()
+            del task
+        filler.fresh = False
+        replies.send(encode_reply(reply))
+        record(0)
+        cramped = reply.status is Status.AGAIN
+        worked_s = reply.seconds
+        del reply, data
+        if limit is None or not (cramped or limit.due(worked_s)):
+            return
+        began_s = time.thread_time()
+        outgrown = cramped or limit.outgrown()
+        looked[0] += time.thread_time() - began_s
+        if outgrown:
+            with contextlib.suppress(MemoryError):  # at its hard limit it cannot even say how large it is
+                size = machine.own_bytes(os.getpid())
+                replies.send(encode_reply(Reply(0, worker, Status.RETIRING, rows=size)))
+            raise SystemExit(RETIRED)
 
     # One store into shared memory an item: the place of the item stands behind the task's number.
     place = memoryview(memory)[at + 8 : at + 12].cast("I")
@@ -115,7 +144,8 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
                 context.set_worker(context.WorkerInfo(worker, setup.workers))
                 filler.configure(setup.spec, setup.rows)
                 if setup.growth_bytes:
-                    limit = Limit(setup.growth_bytes, setup.load_bytes)
+                    limit = Limit(setup.growth_bytes, setup.load_bytes, birth)
+                    filler.replaceable = True
             elif word == "probe":
                 record(1)
                 answer = probed(filler, rest[0])
@@ -123,6 +153,8 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
                 replies.send(encode_reply(answer))
                 record(0)
                 del answer
+            elif word == "task":  # one that another worker had no room for
+                finish(rest[0])
             elif word == "ping":
                 replies.send(encode_reply(Reply(rest[0], worker, Status.PONG)))
         elif tasks.fileno() in ready:
@@ -132,23 +164,8 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
                 continue
             if not data:
                 return
-            record(ident_of(data) + 1)
-            try:
-                task = decode_task(data)
-            except Exception as error:  # noqa: BLE001 - the user's classes decide what can go wrong here
-                reply = Reply(ident_of(data), worker, Status.FAILED, body=failure_of(error, 0, None))
-            else:
-                reply = filler.do(task, ask)
-                in_time()
-                del task
-            replies.send(encode_reply(reply))
-            record(0)
-            del reply, data
-            if limit is not None and limit.outgrown():
-                with contextlib.suppress(MemoryError):  # at its hard limit it cannot even say how large it is
-                    size = machine.own_bytes(os.getpid())
-                    replies.send(encode_reply(Reply(0, worker, Status.RETIRING, rows=size)))
-                raise SystemExit(RETIRED)
+            finish(data)
+            del data
 
 
 def probed(filler: Filler, task: Task) -> Reply:
@@ -166,6 +183,8 @@ def probed(filler: Filler, task: Task) -> Reply:
 class _Gauge:
     """Measures this process as the kernel counts it."""
 
+    apart = True
+
     _before = 0
 
     def idle_bytes(self) -> int:
@@ -178,6 +197,9 @@ class _Gauge:
 
     def peak_bytes(self) -> int:
         return max(0, machine.peak_rss_bytes(os.getpid()) - self._before)
+
+    def stop(self) -> None:
+        """It goes on counting, and that costs nothing."""
 
 
 def settle(seed: int, worker: int) -> None:

@@ -39,6 +39,10 @@ class Crew(Protocol):
     """Size of a worker that was replaced because it had grown, until somebody has looked."""
 
     @property
+    def measure_s(self) -> float:
+        """Seconds that workers took to look at their own memory."""
+
+    @property
     def arena(self) -> AnyArena:
         """Where the slots are."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from penstock._core.arena import Arena
-from penstock._core.fill import Filler, SampleGauge, Steps
+from penstock._core.fill import Filler, InsideGauge, Steps
 from penstock._core.program import Probe, Program, Setup
 from penstock._core.task import Busy, Grant, Reply, Task
 
@@ -15,6 +15,7 @@ __all__ = ["InlineCrew"]
 class InlineCrew:
     """Does a task each time it is waited for."""
 
+    measure_s = 0.0
     restarts = 0
     retired_bytes = 0
 
@@ -28,7 +29,7 @@ class InlineCrew:
 
     def probe(self, task: Task) -> Probe | None:
         """Load a few items here and now."""
-        return self._filler.probe(task, SampleGauge())
+        return self._filler.probe(task, InsideGauge())
 
     def start(self, setup: Setup) -> None:
         """Nothing to start."""

@@ -35,7 +35,7 @@ from penstock._core.crew import lives, probe_of
 from penstock._core.crew.refusals import refused
 from penstock._core.errors import PenstockError
 from penstock._core.fill import Filler, failure_of
-from penstock._core.limit import RETIRED, Limit
+from penstock._core.limit import RETIRED, Birth, Limit
 from penstock._core.overdue import NOT_TIMED, RECORD, RECORD_BYTES, Overdue
 from penstock._core.program import Probe, Program, Setup
 from penstock._core.task import Busy, Grant, Reply, Status, Task
@@ -84,6 +84,8 @@ class _Worker:
 
 class PortableCrew:
     """Processes, a pipe to each, and the thread that talks to them."""
+
+    measure_s = 0.0  # not known: what it takes is the same as on Linux, after each task
 
     def __init__(self, program: Program, *, start_method: str | None = None) -> None:
         self.restarts = 0
@@ -576,6 +578,7 @@ class _Desk:
         self._filler.beat = self._beat
         self._memory, self._at = arena.window(number * RECORD_BYTES, RECORD_BYTES)
         self._limit: Limit | None = None
+        self._birth = Birth.now()
         self._current = 0
         self._timeout_s = program.timeout_s
         self._tasks: deque[Task | bytes] = deque()
@@ -655,7 +658,7 @@ class _Desk:
             context.set_worker(context.WorkerInfo(self._number, setup.workers))
             self._filler.configure(setup.spec, setup.rows)
             if setup.growth_bytes and sys.platform == "linux":  # no other system has such limits
-                self._limit = Limit(setup.growth_bytes, setup.load_bytes)
+                self._limit = Limit(setup.growth_bytes, setup.load_bytes, self._birth)
         elif word == "follow":
             log, told = rest
             self._arena.follow(log)

@@ -11,10 +11,12 @@ Then every idle worker is asked to answer; when all have, a task that nobody hol
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import select
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -23,7 +25,7 @@ from typing import Any, Final
 
 import cloudpickle
 
-from penstock._core import template
+from penstock._core import machine, template
 from penstock._core.arena import CONTROL_BYTES, Arena
 from penstock._core.channel import Channel, pair
 from penstock._core.crew import probe_of
@@ -31,7 +33,7 @@ from penstock._core.crew.lives import FRUITLESS_DEATHS, PROBE, Deaths, cannot_st
 from penstock._core.crew.refusals import refused
 from penstock._core.errors import PenstockError, WorkerLost
 from penstock._core.limit import RETIRED
-from penstock._core.overdue import RECORD, RECORD_BYTES
+from penstock._core.overdue import LOOKED, RECORD, RECORD_BYTES
 from penstock._core.pickles import introduce
 from penstock._core.program import Probe, Program, Setup
 from penstock._core.stacks import Stacks
@@ -51,7 +53,7 @@ class ProcessCrew:
 
     def __init__(self, program: Program, *, start_method: str | None = None) -> None:
         self.restarts = 0
-        self.retired_bytes = 0
+        self._retired = (0, 0)
         self.template_bytes = 0
         self._program = program
         self._method = start_method or "forkserver"
@@ -72,6 +74,8 @@ class ProcessCrew:
         self._yielding: dict[int, int] = {}  # worker -> task that it was told to give up, and has not answered yet
         self._given_up: set[int] = set()  # tasks that have no place any more, and whose worker has not answered yet
         self._retiring: set[int] = set()
+        self._afresh: dict[int, Task] = {}  # worker that had no room for it and ends -> task for its successor
+        self._parts: dict[int, Reply] = {}  # task -> what became of the items that an earlier worker did of it
         self._suspects: set[int] = set()
         self._pings: set[int] = set()
         self._round = 0
@@ -229,6 +233,8 @@ class ProcessCrew:
             channel.close()
         self._pids.clear()
         self._outstanding.clear()
+        self._afresh.clear()
+        self._parts.clear()
         self._backlog.clear()
         self._control = None  # a mapping keeps the whole arena
         self._stacks.close()
@@ -237,6 +243,27 @@ class ProcessCrew:
     def _record(self, number: int) -> tuple[int, int, float]:
         record: tuple[int, int, float] = RECORD.unpack_from(self._control, self._control_at + number * RECORD_BYTES)
         return record
+
+    @property
+    def measure_s(self) -> float:
+        """Seconds that workers took to look at their own memory."""
+        if self._control is None:
+            return 0.0
+        at = self._control_at + LOOKED
+        return float(sum(struct.unpack_from("d", self._control, at + n * RECORD_BYTES)[0] for n in self._owns))
+
+    @property
+    def retired_bytes(self) -> int:
+        """What a worker that was replaced took more than its successor takes now, which is counted already."""
+        size, number = self._retired
+        if not size:
+            return 0
+        successor = self._pids.get(number)
+        return max(1, size - (machine.own_bytes(successor) if successor is not None else 0))
+
+    @retired_bytes.setter
+    def retired_bytes(self, size: int) -> None:
+        self._retired = (size, 0)
 
     # ---- template and workers
 
@@ -302,6 +329,11 @@ class ProcessCrew:
             mine.send(self._setup)
         elif PROBE in self._outstanding:
             self._send_probe()
+        if (task := self._afresh.pop(number, None)) is not None and task.id in self._outstanding:
+            if task.id in self._given_up:
+                self._hand_out(task)
+            else:
+                mine.send(pickle.dumps(("task", encode_task(task))))
         assert self._orders is not None
         with contextlib.suppress(OSError):  # the template died: told by its pidfd
             self._orders.send_with_fd(pickle.dumps(("make", number)), theirs.fileno())
@@ -346,7 +378,7 @@ class ProcessCrew:
                 self._resolve_suspects()
             return
         if reply.status is Status.RETIRING:
-            self.retired_bytes = max(self.retired_bytes, reply.rows)
+            self._retired = max(self._retired, (reply.rows, reply.worker))
             self._pids.pop(reply.worker, None)  # it is not measured any more; the template will say when it is gone
             self._retiring.add(reply.worker)
             return
@@ -360,6 +392,11 @@ class ProcessCrew:
             return
         self._deaths.fruit(reply.task)
         self._suspects.discard(reply.task)
+        if reply.status is Status.AGAIN:
+            task.first = reply.rows
+            self._parts[task.id] = _joined(self._parts.pop(task.id, None), reply)
+            self._afresh[reply.worker] = task
+            return
         if reply.status is Status.MORE:
             self._waiting[reply.worker] = reply.task
             if reply.body is not None:
@@ -367,6 +404,8 @@ class ProcessCrew:
         else:
             del self._outstanding[reply.task]
             self._given_up.discard(reply.task)
+            if reply.task in self._parts:
+                reply = _joined(self._parts.pop(reply.task), reply)
             reply.failures += self._deaths.failures(task)
         self._events.append(reply)
 
@@ -498,7 +537,7 @@ class ProcessCrew:
         return [task for task in drained if task in self._outstanding]
 
     def _held(self) -> set[int]:
-        held = {*self._waiting.values(), *self._parked}
+        held = {*self._waiting.values(), *self._parked, *(task.id for task in self._afresh.values())}
         for number in self._owns:
             task, _, _ = self._record(number)
             if task:
@@ -532,6 +571,7 @@ class ProcessCrew:
         self._waiting.clear()
         self._yielding.clear()
         self._retiring.clear()
+        self._afresh.clear()  # they are among those that are outstanding
         self._suspects.clear()
         self._pings.clear()
         self._drained()
@@ -543,6 +583,19 @@ class ProcessCrew:
         self._open_template()
         for number in numbers:
             self._make(number)
+
+
+def _joined(earlier: Reply | None, later: Reply) -> Reply:
+    """What became of a task that two workers did one after the other, where rows are given out beforehand."""
+    if earlier is None:
+        return later
+    texts = earlier.body or []
+    body = later.body
+    if isinstance(body, Failure):
+        body = dataclasses.replace(body, texts=(*texts, *body.texts))
+    elif texts:
+        body = [*texts, *(body or ())]
+    return dataclasses.replace(later, body=body, failures=(*earlier.failures, *later.failures))
 
 
 def _wait_until_gone(pids: list[int]) -> None:

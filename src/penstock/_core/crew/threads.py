@@ -15,7 +15,7 @@ import traceback
 from penstock._core import context
 from penstock._core.arena import Arena
 from penstock._core.crew.refusals import refused
-from penstock._core.fill import Filler, Room, SampleGauge, failure_of
+from penstock._core.fill import Filler, InsideGauge, Room, failure_of
 from penstock._core.program import Probe, Program, Setup
 from penstock._core.stacks import users_part
 from penstock._core.task import Busy, Grant, Reply, Status, Task
@@ -28,6 +28,7 @@ _JOIN_S = 0.5  # long enough for a thread between two items, too short to wait f
 class ThreadCrew:
     """Threads that take tasks from one queue."""
 
+    measure_s = 0.0
     restarts = 0
     retired_bytes = 0
 
@@ -45,7 +46,7 @@ class ThreadCrew:
 
     def probe(self, task: Task) -> Probe | None:
         """Load a few items in this thread."""
-        return self._first.probe(task, SampleGauge())
+        return self._first.probe(task, InsideGauge())
 
     def start(self, setup: Setup) -> None:
         """Start the threads."""

@@ -1,0 +1,89 @@
+"""What loads keep in the consumer's own process, where nothing can limit or replace them. Runs in the parent.
+
+Measured while the consumer waits for a batch, so that what it allocates itself is never counted: without workers that
+is exactly when loads run; with threads it is part of the time, and the rest is taken to be like it. Counted is what is
+in use on the heap, not what the allocator holds: memory that a load freed and the consumer took over is not a load's.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from typing import Final
+
+from penstock._core import machine
+
+__all__ = ["Kept"]
+
+# A look takes a microsecond or two, and milliseconds where the heap is full of holes: then it is taken less often.
+SHARE: Final = 0.004
+SHARE_WITH_THREADS: Final = 0.008  # more looks are needed there
+# With threads: loads are in the midst of something whenever they are looked at, so that one look sees much more or less
+# than they keep. Believed is only a sum of so many that is mostly growth.
+LEAST_LOOKS: Final = 16
+MOSTLY: Final = 0.5
+
+
+class Kept:
+    """Adds up by how much the process grows while loads run and the consumer does not."""
+
+    def __init__(self, *, threads: int) -> None:
+        self._threads = threads
+        self._heap = machine.heap_gauge()
+        self._base = machine.anon_bytes(os.getpid())
+        self._before: int | None = None
+        self._began_s = self._next_s = self._cost_s = 0.0
+        self._unseen = 0
+        self._grown = self._swung = self._looks = 0
+        self._waited_s = self._busy_s = 0.0
+        self.spent_s = 0.0
+        """Time that went into looking."""
+
+    def begin(self) -> None:
+        """The consumer begins to wait."""
+        self._unseen += 1
+        if self._heap is None or time.perf_counter() < self._next_s:
+            self._before = None
+            return
+        started = time.thread_time()  # the processor's time: with threads, half of the other is waiting for the GIL
+        self._before = self._heap()
+        self._began_s = time.perf_counter()
+        self._cost_s = time.thread_time() - started
+
+    def end(self, worked_s: float) -> None:
+        """It has waited; ``worked_s`` is how long the loads that are done by now took."""
+        self._busy_s += worked_s
+        if self._before is None or self._heap is None:
+            return
+        now, started = time.perf_counter(), time.thread_time()
+        grown = self._heap() - self._before
+        if self._threads:
+            self._grown += grown
+            self._swung += abs(grown)
+            self._looks += grown != 0
+            self._waited_s += now - self._began_s
+        else:
+            self._grown += grown * self._unseen  # those that were not looked at are taken to be like this one
+        self._unseen = 0
+        cost_s = self._cost_s + time.thread_time() - started
+        self.spent_s += cost_s
+        self._next_s = now + cost_s / (SHARE_WITH_THREADS if self._threads else SHARE)
+
+    @property
+    def bytes(self) -> int:
+        """What loads keep, as far as that can be told; never more than the process has grown."""
+        grown = float(self._grown)
+        if self._threads:
+            if self._looks < LEAST_LOOKS or self._grown < MOSTLY * self._swung:
+                return 0
+            grown *= max(1.0, self._busy_s / self._threads / self._waited_s)
+        return max(0, min(int(grown), machine.anon_bytes(os.getpid()) - self._base))
+
+    def collected(self) -> int:
+        """The same after garbage was collected: what nobody refers to any more is not kept."""
+        if self._heap is not None:
+            before = self._heap()
+            gc.collect()
+            self._grown += min(0, self._heap() - before)
+        return self.bytes

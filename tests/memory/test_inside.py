@@ -1,0 +1,154 @@
+"""Loads in the consumer's own process: nothing can hold them to the budget, so what they keep is counted and said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import BudgetError, BudgetWarning, Feed, MiB
+from penstock._core import machine
+
+pytestmark = pytest.mark.skipif(machine.heap_gauge() is None, reason="only glibc tells what is in use on the heap")
+
+_kept: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Any:
+    yield
+    _kept.clear()
+
+
+def leaks(i: int) -> Any:
+    _kept.append(np.ones(MiB(1) // 8))
+    return np.full(16, i)
+
+
+def leaks_slowly(i: int) -> Any:
+    _kept.append(np.ones(MiB(0.25) // 8))
+    time.sleep(0.001)
+    return np.full(16, i)
+
+
+def leaks_objects(i: int) -> Any:
+    _kept.append([float(k) for k in range(20_000)])
+    return np.full(16, i)
+
+
+def keeps_nothing(i: int) -> Any:
+    np.ones(MiB(1) // 8)
+    return np.full(16, i)
+
+
+class _Ring:
+    def __init__(self) -> None:
+        self.me, self.much = self, np.ones(MiB(1) // 8)
+
+
+def leaves_rings(i: int) -> Any:
+    """Garbage that only the collector finds, whenever it runs."""
+    _Ring()
+    return np.full(16, i)
+
+
+def hungry(i: int) -> Any:
+    return np.maximum.reduce([np.full(MiB(2) // 8, float(i)) for _ in range(10)])
+
+
+@pytest.mark.parametrize("load", [leaks, leaks_objects])
+def test_a_leak_without_workers_is_counted_and_said_once(load: Any) -> None:
+    """Otherwise the budget would be broken in silence; the words have the numbers and what to do."""
+    with (  # noqa: PT031 - the feed is iterated inside
+        pytest.warns(
+            BudgetWarning, match=r"loads have kept \d.* MiB .* of a budget of 64 MiB.*num_workers=0.*can be limited"
+        ) as said,
+        Feed(range(400), load, batch_size=8, memory="64 MiB", num_workers=0) as feed,
+    ):
+        assert sum(len(batch) for batch in feed) == 400
+        assert feed.stats.peak_bytes > MiB(64)
+    assert len(said) == 1
+    assert feed.stats.worker_bytes > MiB(64)
+
+
+def test_what_loads_keep_in_this_process_is_what_it_grows_by() -> None:
+    """Counted from within and from without, in a process that has done nothing else."""
+    script = """
+import json, os, warnings
+from penstock import Feed
+from penstock._core import machine
+from tests.memory.test_inside import leaks
+warnings.simplefilter("ignore")
+with Feed(range(300), leaks, batch_size=8, memory="64 MiB", num_workers=0) as feed:
+    feed.plan
+    before = machine.pss_bytes(os.getpid())
+    for _ in feed:
+        pass
+    after = machine.pss_bytes(os.getpid())
+print(json.dumps([after - before, feed.stats.peak_bytes]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    outside, said = json.loads(done.stdout)
+    assert outside > MiB(280)
+    assert said == pytest.approx(outside, rel=0.15)
+
+
+def test_a_leak_in_threads_is_said_while_the_consumer_waits() -> None:
+    """As far as it can be seen there."""
+    with (  # noqa: PT031 - same
+        pytest.warns(BudgetWarning, match=r"in its threads \(executor=\"thread\"\)"),
+        Feed(range(2500), leaks_slowly, batch_size=8, memory="64 MiB", num_workers=2, executor="thread") as feed,
+    ):
+        for _ in feed:
+            pass
+        assert feed.stats.peak_bytes > MiB(64)
+
+
+@pytest.mark.parametrize("load", [keeps_nothing, leaves_rings])
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, {"num_workers": 2, "executor": "thread"}], ids=["0", "threads"]
+)
+def test_what_the_consumer_keeps_is_not_the_loads_fault(load: Any, options: dict[str, Any]) -> None:
+    """It takes over memory that loads have freed, so that the process grows while they run; yet they keep nothing."""
+    mine = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Feed(range(1600), load, batch_size=8, memory="64 MiB", **options) as feed:
+            for _ in feed:
+                mine.append(np.ones(MiB(1) // 8))
+    assert len(mine) == 200
+    if load is keeps_nothing:  # garbage is there until it is collected, and counts as long
+        assert feed.stats.peak_bytes <= MiB(64)
+
+
+@pytest.mark.parametrize("larger_before", [False, True])
+def test_temporaries_are_planned_for_where_loads_run_in_this_process(larger_before: bool) -> None:
+    """Ten times the sample, seen by the peak of the process, or by Python's own count if it was larger before."""
+    script = f"""
+import json
+import numpy as np
+from penstock import Feed
+from tests.memory.test_inside import hungry
+if {larger_before}:
+    np.ones(300 << 17)
+with Feed(range(8), hungry, batch_size=2, memory="256 MiB", num_workers=0) as feed:
+    print(json.dumps(feed.plan.parent_bytes))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert MiB(4 + 20) <= json.loads(done.stdout) < MiB(60)
+
+
+def test_temporaries_that_do_not_fit_are_refused_without_workers_too() -> None:
+    """Twice the sample would have fitted; what was measured does not."""
+    with (
+        pytest.raises(BudgetError) as caught,
+        Feed(range(8), hungry, batch_size=1, memory="14 MiB", num_workers=0) as f,
+    ):
+        f.plan  # noqa: B018 - planning is what fails
+    assert caught.value.least > MiB(20)
