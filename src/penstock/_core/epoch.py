@@ -310,6 +310,7 @@ class Epoch:
                 place.skips_in_a_row = 0
             return
         for failure in sorted(chunk.failures, key=lambda f: f.ordinal):
+            failure.error.__traceback__ = None  # its frames would keep arrays of the load alive, one set an item
             error = error_of(failure, unit)
             skipped.append((getattr(error, "item", None), failure.error))
         alive = len(unit.indices) - len(chunk.failures)
