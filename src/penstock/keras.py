@@ -24,7 +24,7 @@ import keras
 import numpy as np
 import optree
 
-from penstock import Epoch, Feed, LeaseError, Retry, arrays
+from penstock import Blocks, Epoch, Feed, LeaseError, Retry, arrays
 from penstock._core.budget import Size
 from penstock._core.options import OnError
 from penstock._core.spec import Cast
@@ -64,7 +64,7 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         batch_size: int | Literal["max"],
         load: Callable[..., Any] | None = None,
         sample_weight: Any = None,
-        shuffle: bool = False,
+        shuffle: bool | Blocks = False,
         seed: int = 0,
         memory: Size | None = None,
         num_workers: int | None = None,
@@ -93,6 +93,11 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
             _check_lengths(len(x), beside)
             # A map is read from its file, in the workers.
             items = arrays(x) if isinstance(x, np.memmap) else x
+        if beside and isinstance(shuffle, Blocks):
+            raise ValueError(
+                "shuffle=Blocks(...) gives batches as they come, not by number, so that y cannot be put beside them: "
+                "let load return its targets too, or give x as data without a load"
+            )
         feed = Feed(
             items,
             load,
@@ -119,9 +124,9 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
     def from_feed(cls, feed: Feed) -> Self:
         """A dataset over a feed of your own, whose batches are inputs, (inputs, targets) or (inputs, targets, weights).
 
-        Where batches have no fixed place (a stream, ``samples_per_item=None``, ``on_error="skip"``), the dataset has no
-        length, ``ds[i]`` is whatever comes next, and after the end the feed begins anew: give ``fit`` its
-        ``steps_per_epoch``.
+        Where batches cannot be had by number (blocks, a stream, ``samples_per_item=None``, ``on_error="skip"``),
+        ``ds[i]`` is whatever comes next. Where nobody knows how many there are, the dataset has no length, and after
+        the end the feed begins anew: give ``fit`` its ``steps_per_epoch``.
         """
         if not isinstance(feed, Feed):
             raise TypeError(f"from_feed takes a penstock.Feed, not a {type(feed).__name__}")
@@ -144,7 +149,10 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         self._early: dict[Batch, Any] = {}
         self._last: Batch = (-1, -1)
         self._shuffled = False
-        self._forget()
+        self._run = 0
+        self._reading: Epoch | None = None
+        self._coming: deque[Batch] = deque()
+        self._after: Iterator[Batch] = iter(())
 
     # ---- what Keras asks
 
@@ -160,7 +168,7 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
     @property
     def num_batches(self) -> int | None:
         """Batches an epoch; None where nobody can know."""
-        if not self._feed._options.picks:
+        if not self._feed._options.counts:
             return None
         # What Keras will shuffle their numbers with, if it does, before it asks for the first.
         self._dice, self._since = random.getstate(), []
@@ -171,6 +179,7 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         number = operator.index(index)
         if not self._feed._options.picks:
             with self._turn:
+                self._asked = True
                 return _as_tuple(self._whatever_comes())
         count = len(self._feed)
         if not -count <= number < count:
@@ -195,6 +204,8 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
             self._epoch += self._asked
             self._asked = False
             self._early.clear()
+            if self._feed._options.counts and not self._feed._options.picks:
+                self._reading = None  # each pass is an epoch of the feed, whole or not
 
     def close(self) -> None:
         """End the workers; batches that are alive stay right."""
@@ -246,10 +257,9 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
     # ---- batches by number
 
     def _forget(self) -> None:
-        self._run = 0
-        self._reading: Epoch | None = None
-        self._coming: deque[Batch] = deque()
-        self._after: Iterator[Batch] = iter(())
+        self._reading = None
+        self._coming.clear()
+        self._after = iter(())
 
     def _take(self, wanted: Batch) -> Any:
         """This batch, and reading ahead of it."""

@@ -317,6 +317,23 @@ def test_a_feed_that_skips_is_a_dataset_without_length() -> None:
     assert got == 2 * [[0, 1, 2, 4, 5, 6], [7, 8, 9, 10, 11, 12], [14, 15, 16, 17, 18, 19]]
 
 
+def test_batches_from_blocks_come_as_they_are_read(tmp_path: Path) -> None:
+    """By number they would be read again for every batch."""
+    np.save(tmp_path / "data.npy", np.stack([load(item) for item in range(ITEMS)]))
+    mapped = np.load(tmp_path / "data.npy", mmap_mode="r")
+    blocks = penstock.Blocks(rows=10)
+    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": blocks, "num_workers": 1, "memory": "256 MiB"}
+    with FeedDataset(mapped, 2 * np.arange(ITEMS), **options) as dataset:
+        assert dataset.num_batches == BATCHES
+        for _ in range(2):
+            assert sorted(itertools.chain(*(numbers(dataset[n]) for n in range(BATCHES)))) == list(range(ITEMS))
+            dataset.on_epoch_end()
+        assert exact_model().fit(dataset, epochs=2, verbose=0).history["loss"] == [0.0] * 2
+        assert dataset.feed.stats.batches == 4 * BATCHES + 1
+    with pytest.raises(ValueError, match="y cannot be put beside them"):
+        FeedDataset(mapped, np.arange(ITEMS), load=np.negative, **options)
+
+
 def test_from_feed_takes_feeds_only() -> None:
     with pytest.raises(TypeError, match=r"from_feed takes a penstock.Feed, not a list"):
         FeedDataset.from_feed([])  # type: ignore[arg-type]

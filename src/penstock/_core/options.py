@@ -178,11 +178,16 @@ class Options:
         return self.on_error == "skip" or (isinstance(self.on_error, Retry) and self.on_error.then == "skip")
 
     @property
+    def counts(self) -> bool:
+        """Whether it is known beforehand how many batches an epoch has."""
+        return self.each is not None and not self.streams and not self.skips
+
+    @property
     def picks(self) -> bool:
-        """Whether every batch has its place in the order, so that any can be had by its number."""
+        """Whether each batch can be had by its number: made of whole items, which are not read in blocks."""
         each, size = self.each, self.batch_size
         whole = each == 1 or (each is not None and size != "max" and size % each == 0)
-        return whole and not self.streams and not self.skips
+        return self.counts and whole and self.blocks is None
 
     @property
     def in_processes(self) -> bool:
