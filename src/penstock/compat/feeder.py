@@ -254,26 +254,27 @@ class _Reading:
 
     def feed(self, *, drop_last: bool) -> Feed:
         """A feed at work, inside the limit of the config."""
-        size = self._config.batch_size
-        try:
-            return self._started(size, drop_last=drop_last)
-        except BudgetError:
-            # What was read takes more than the config could know: what the workers import, what reading holds besides.
-            found = self._started("max", drop_last=drop_last)
-            found.close()
-            each = self._config.one_read_count
-            smaller = min(size, found.plan.batch_size) // each * each
-            if smaller == 0:
-                raise
+        wanted, each = self._config.batch_size, self._config.one_read_count
+        size = wanted
+        while True:
+            try:
+                feed = self._started(size, drop_last=drop_last)
+                break
+            except BudgetError:
+                # Reading takes more than the config could know: what workers import, what a read holds for a moment.
+                size = size // 2 // each * each
+                if size == 0:
+                    raise
+        if size < wanted:
             warnings.warn(
-                f"batch size {smaller}, not {size}: reading takes more memory than the shapes in the config tell, and "
+                f"batch size {size}, not {wanted}: reading takes more memory than the shapes in the config tell, and "
                 f"cpu_memory_limit={self._config.cpu_memory_limit} holds. Give more, or a smaller preferred_batch_size",
                 BudgetWarning,
                 stacklevel=3,
             )
-            return self._started(smaller, drop_last=drop_last)
+        return feed
 
-    def _started(self, batch_size: Any, *, drop_last: bool) -> Feed:
+    def _started(self, batch_size: int, *, drop_last: bool) -> Feed:
         config = self._config
         feed = Feed(
             self._pairs,
