@@ -848,6 +848,38 @@ def test_a_function_typed_on_the_command_line_works() -> None:
     assert (ended.code, ended.out, ended.err) == (0, "0 4 8 12\n", "")
 
 
+def test_ctrl_c_while_a_stream_is_pulled_loses_nothing_of_it(kind: dict[str, Any]) -> None:
+    """An iterator gives each item once: what was pulled when it came is there when the cell is run again."""
+
+    class Items:
+        number = 0
+        interrupted = 0
+
+        def __iter__(self) -> Items:
+            return self
+
+        def __next__(self) -> int:
+            if self.number in (0, 21, 22, 43) and self.interrupted <= self.number:
+                self.interrupted = self.number + 1
+                signal.raise_signal(signal.SIGINT)
+            if self.number == 64:
+                raise StopIteration
+            self.number += 1
+            return self.number - 1
+
+    with counting(kind, Items()) as feed:
+        seen: list[int] = []
+        interrupts = 0
+        while len(seen) < 64:
+            try:
+                for batch in feed:
+                    seen += batch[:, 0].tolist()
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert seen == list(range(64))
+        assert interrupts == 4
+
+
 def test_a_stream_that_fails_does_so_in_its_turn(kind: dict[str, Any]) -> None:
     """What came before the failure is delivered; the failure is not lost; the workers are fine."""
 

@@ -133,6 +133,7 @@ class Engine:
         # With two slots, one is in the consumer's hands while it works: the other is all there is to read ahead into.
         self._leases = Leases(self._freed, weakref.WeakMethod(self._refill) if slots <= 2 else None)
         self._units: deque[Unit] = deque()
+        self._last: Unit | None = None
         self._by_task: dict[int, tuple[Unit, Chunk, int, Part]] = {}  # ..., items, their places in the unit
         self._requests: deque[Reply] = deque()
         self._source: Iterator[Unit] | None = None
@@ -184,7 +185,9 @@ class Engine:
         with self._lock, self._section:
             if run != self.run:
                 return []
-            left = [*self._units, *self._prepared]
+            # The last one that was handed out too: Ctrl-C may have come before the consumer had it.
+            last = [] if self._last is None or any(self._last is unit for unit in self._units) else [self._last]
+            left = [*last, *self._units, *self._prepared]
             if self._section.broken:  # the books cannot be trusted; the feed makes a new engine
                 self._source = None
             else:
@@ -518,6 +521,7 @@ class Engine:
             unit = self._units[0]
             if unit.chunks:
                 chunk = unit.chunks[0]
+                self._last = unit
                 if unit.open == 0 and unit.failure is not None and (rows := self._good_rows(unit.failure)):
                     chunk.rows = rows
                     unit.chunks.popleft()
@@ -531,6 +535,7 @@ class Engine:
                 return None
             self._units.popleft()
             if unit.failure is not None:
+                self._last = None  # it is told, and not to be tried again
                 self._drop(unit)
                 raise error_of(unit.failure, unit, self.plan, spare_bytes=self._spare)
         return None
@@ -583,7 +588,7 @@ class Engine:
 
     def _cancel(self) -> None:
         """Drop everything that was not handed out; tasks that are being done are waited for by nobody."""
-        self._source = self._broken = None
+        self._source = self._broken = self._last = None
         self._starved = False
         self._prepared.clear()
         self._units.clear()

@@ -90,9 +90,10 @@ class Stream:
             items = iter(self._items) if window is None else windowed(self._items, window, seed=seed, epoch=epoch)
             return itertools.islice(items, base, None) if base else items
         if self._flow is None:  # one window for the whole life of the stream, or what waits in it would be lost
-            raw = self._pull(self._peeked, self._raw)
+            assert self._raw is not None
+            raw: Iterator[Any] = _Pull(self._peeked, self._raw)
             self._flow = raw if window is None else windowed(raw, window, seed=seed, epoch=0)
-        items = self._pull(self._back, self._flow)
+        items = _Pull(self._back, self._flow)
         while self._to_skip:
             self._to_skip -= 1
             next(items, None)
@@ -112,22 +113,24 @@ class Stream:
         try:
             if self._raw is None:
                 return list(itertools.islice(self._items, start, stop))
-            self._peeked.extend(itertools.islice(self._raw, max(0, stop - len(self._peeked))))
+            # What was put back comes first: what a probe loads of the first items is used again for them.
+            wanted = stop - len(self._back) - len(self._peeked)
+            self._peeked.extend(itertools.islice(self._raw, max(0, wanted)))
         except Exception as error:
             raise stream_error(error, start) from error
-        return list(itertools.islice(self._peeked, start, stop))
+        return list(itertools.islice(itertools.chain(self._back, self._peeked), start, stop))
 
-    @staticmethod
-    def _pull(first: deque[Any], then: Iterator[Any] | None) -> Iterator[Any]:
-        assert then is not None
-        while True:
-            while first:
-                yield first.popleft()
-            try:
-                item = next(then)
-            except StopIteration:
-                return
-            yield item
+
+class _Pull(Iterator[Any]):
+    """What was put back first, then the rest; not a generator, which is over once an error has passed through it."""
+
+    __slots__ = ("_first", "_then")
+
+    def __init__(self, first: deque[Any], then: Iterator[Any]) -> None:
+        self._first, self._then = first, then
+
+    def __next__(self) -> Any:
+        return self._first.popleft() if self._first else next(self._then)
 
 
 def stream_error(error: Exception, count: int) -> LoadError:

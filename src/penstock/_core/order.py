@@ -9,6 +9,7 @@ It does not know what items are, where they are read, or how many workers there 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -275,26 +276,40 @@ def windowed(items: Iterable[T], size: int, *, seed: int, epoch: int) -> Iterato
     """
     if size < 1:
         raise ValueError(f"a shuffle window of {size} items cannot give any: size must be at least 1")
-    return _windowed(iter(items), size, mix(_FOR_WINDOW, seed, epoch))
+    return _Window(iter(items), size, mix(_FOR_WINDOW, seed, epoch))
 
 
-def _windowed(items: Iterator[T], size: int, key: int) -> Iterator[T]:
-    window: list[T] = []
-    for item in items:
-        window.append(item)
-        if len(window) == size:
-            break
-    turn = 0
-    while window:
-        slot = mix(key, turn) % len(window)
-        turn += 1
-        yield window[slot]
-        # The next item is pulled only now, when one more is wanted.
-        try:
-            window[slot] = next(items)
-        except StopIteration:
-            window[slot] = window[-1]
-            window.pop()
+class _Window(Iterator[T]):
+    """Not a generator: one that the stream's error, or Ctrl-C, has passed through is over, and its window lost."""
+
+    __slots__ = ("_full", "_gap", "_items", "_key", "_size", "_turn", "_window")
+
+    def __init__(self, items: Iterator[T], size: int, key: int) -> None:
+        self._items, self._size, self._key = items, size, key
+        self._window: list[T] = []
+        self._full = False
+        self._gap = -1
+        self._turn = 0
+
+    def __next__(self) -> T:
+        window = self._window
+        if not self._full:
+            # What was pulled before it was interrupted stays in the list.
+            window.extend(itertools.islice(self._items, self._size - len(window)))
+            self._full = True
+        elif self._gap >= 0:
+            # The next item is pulled only now, when one more is wanted.
+            try:
+                window[self._gap] = next(self._items)
+            except StopIteration:
+                window[self._gap] = window[-1]
+                window.pop()
+            self._gap = -1
+        if not window:
+            raise StopIteration
+        self._gap = mix(self._key, self._turn) % len(window)
+        self._turn += 1
+        return window[self._gap]
 
 
 def rng_for(seed: int, epoch: int, index: int) -> np.random.Generator:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
@@ -199,14 +200,14 @@ class Schedule:
         start = 0
         while True:
             pulled: list[Any] = []
-            # Not islice: the items pulled so far must not be lost if the stream raises.
+            # What was pulled must not be lost if the stream raises, or Ctrl-C comes: one call of C leaves no moment
+            # in which an item is in nobody's hands, and keeps what it has got so far.
             try:
-                for item in items:
-                    pulled.append(item)
-                    if len(pulled) == cut.unit_items:
-                        break
-            except Exception as error:
+                pulled.extend(itertools.islice(items, cut.unit_items))
+            except BaseException as error:
                 stream.give_back(pulled)
+                if not isinstance(error, Exception):
+                    raise
                 raise stream_error(error, start + len(pulled)) from error
             if not pulled or (o.drop_last and cut.exact and len(pulled) < cut.unit_items):
                 return
