@@ -18,6 +18,8 @@ from penstock._core import line_index, lines
 from tests.live.crews import batches, each_crew, feed_of
 
 WIDTH = 24
+# Compressed text comes in order only.
+PLAIN_OR_COMPRESSED = pytest.mark.parametrize(("suffix", "shuffle"), [("", False), ("", True), (".gz", False)])
 
 
 def tokens(line: str) -> np.ndarray[Any, Any]:
@@ -103,6 +105,20 @@ def test_shuffled_lines_are_all_of_them_in_an_order_that_is_the_same_for_every_c
 
 
 @each_crew
+@pytest.mark.parametrize("load", [None, tokens], ids=["text", "tokens"])
+def test_lines_are_shuffled_in_blocks_like_any_other_items(
+    crew: str, load: Any, three: tuple[list[Path], list[str]]
+) -> None:
+    paths, wanted = three
+    options: dict[str, Any] = {"batch_size": 20, "shuffle": penstock.Blocks(rows=10, group=100)}
+    with feed_of("inline", range(len(wanted)), int, **options) as feed:
+        order = [int(index) for batch in feed for index in batch]
+    with feed_of(crew, penstock.lines(paths), load, **options) as feed:
+        found = [line for batch in feed for line in (batch if load is None else map(text_of, batch))]
+    assert found == [wanted[index] for index in order]
+
+
+@each_crew
 def test_tokens_of_varying_length_are_padded(crew: str, three: tuple[list[Path], list[str]]) -> None:
     paths, wanted = three
     found = []
@@ -135,11 +151,8 @@ def test_randomness_belongs_to_the_line(three: tuple[list[Path], list[str]]) -> 
 # ---------------------------------------- going on, sharing
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("suffix", ["", ".gz"])
+@PLAIN_OR_COMPRESSED
 def test_a_saved_state_goes_on_with_the_next_line_and_another_crew(tmp_path: Path, suffix: str, shuffle: bool) -> None:
-    if suffix and shuffle:
-        pytest.skip("compressed text comes in order only")
     path = tmp_path / f"a.txt{suffix}"
     wanted = write(tmp_path / "a.txt", 300)
     if suffix:
@@ -189,15 +202,12 @@ def test_a_state_of_other_files_is_refused(tmp_path: Path) -> None:
         assert next(iter(feed))[0].startswith("line 4 ")
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("suffix", ["", ".gz"])
+@PLAIN_OR_COMPRESSED
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("count", [103, 2, 100])
 def test_ranks_get_equally_many_lines_and_all_of_them_together(
     tmp_path: Path, suffix: str, shuffle: bool, drop_last: bool, count: int
 ) -> None:
-    if suffix and shuffle:
-        pytest.skip("compressed text comes in order only")
     path = tmp_path / f"a.txt{suffix}"
     wanted = write(tmp_path / "a.txt", count)
     if suffix:
