@@ -14,13 +14,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from penstock._core import machine
 from penstock._core.blocks import Blocks
-from penstock._core.device import door
+from penstock._core.budget import Size, parse_size
+from penstock._core.device import Device, door
 from penstock._core.errors import shown
 from penstock._core.items import Picker, Stream, sort_out
 from penstock._core.program import Into, Pad, Retry
 from penstock._core.source import Source
-from penstock._core.spec import Cast, to_dtype
+from penstock._core.spec import Cast, split_cast, to_dtype
 
 __all__ = ["Collate", "OnError", "Options", "check_count"]
 
@@ -52,6 +54,12 @@ class Options:
     rank: int
     world: int
     door: Callable[[Any], Any] | None
+    """What makes a leaf of an array over a slot; None: nothing needs to."""
+    device: Device | None
+    """What batches are copied to; None: they stay where they are."""
+    device_memory: int | None
+    on_device: Cast
+    """What is cast on the device."""
     start_method: Literal["fork", "forkserver", "spawn"] | None
     most_slots: int | None = None
     """A limit that an interface above the feed has for the slots."""
@@ -76,6 +84,7 @@ class Options:
         timeout: Any,
         shard: Any,
         to: Any,
+        device_memory: Size | None,
         start_method: Any,
         unbuilt: Mapping[str, Any],
     ) -> Options:
@@ -105,14 +114,17 @@ class Options:
             raise TypeError(
                 f"samples_per_item={samples_per_item} needs a load that gives so many: a source has one sample per row"
             )
-        for dtype in cast.values() if isinstance(cast, Mapping) else () if cast is None else (cast,):
-            _check_dtype(dtype)
+        cast, on_device = split_cast(cast)
+        for part in (cast, on_device):
+            for dtype in part.values() if isinstance(part, Mapping) else () if part is None else (part,):
+                _check_dtype(dtype)
         _check_timeout(timeout, load, executor, num_workers)
         rank, world = _shard(shard)
         if isinstance(shuffle, Blocks):
             _check_blocks(shuffle, kind, batch_size, world)
         elif not isinstance(shuffle, bool | np.bool_):
             raise TypeError(f"shuffle={shuffle!r} must be True, False or penstock.Blocks(...)")
+        way = door(to, casts=on_device is not None)
         return cls(
             items=kind,
             load=load,
@@ -131,7 +143,10 @@ class Options:
             timeout_s=None if timeout is None else float(timeout),
             rank=rank,
             world=world,
-            door=door(to),
+            door=way.convert,
+            device=way.device,
+            device_memory=_device_budget(device_memory, way.device),
+            on_device=on_device,
             start_method=start_method,
         )
 
@@ -161,6 +176,15 @@ class Options:
     def in_processes(self) -> bool:
         """Whether worker processes were asked for."""
         return self.executor == "process" and self.num_workers != 0
+
+
+def _device_budget(size: Size | None, device: Device | None) -> int | None:
+    if size is None:
+        return None
+    available = device.available_bytes() if device is not None else None
+    if available is None:
+        available = machine.available_bytes()
+    return parse_size(size, available=available, name="device_memory")
 
 
 def _shard(shard: Any) -> tuple[int, int]:
