@@ -18,6 +18,7 @@ __all__ = [
     "LoadError",
     "LoadTimeout",
     "PenstockError",
+    "PlaceFull",
     "SpecError",
     "WorkerLost",
     "printable",
@@ -93,6 +94,10 @@ class BudgetError(PenstockError, MemoryError):
 
 class BudgetWarning(UserWarning):
     """The budget is more than there is, or more is used where nothing can hold it: in this process."""
+
+
+class PlaceFull(BudgetError):
+    """A request would fit into its ``Place``, but others use the memory now: try again later."""
 
 
 class LoadError(PenstockError):
