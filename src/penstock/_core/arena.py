@@ -80,9 +80,9 @@ class Arena:
         """Give the memory of these bytes back to the system; they are not used again."""
         if self.fd is not None:
             _punch(self.fd, offset, size)
-        elif hasattr(mmap, "MADV_DONTNEED"):
+        elif hasattr(mmap, "MADV_REMOVE"):  # not DONTNEED, which keeps what is in a mapping that could be shared
             mapping, start = self.window(offset, size)
-            mapping.madvise(mmap.MADV_DONTNEED, start, size)
+            mapping.madvise(mmap.MADV_REMOVE, start, size)
 
     def resident_bytes(self) -> int:
         """Memory that the arena really takes; private memory is counted in full once there."""
