@@ -25,6 +25,7 @@ class Slot:
     batch: int | None = None
     open: set[int] = dataclasses.field(default_factory=set)
     cancelled: bool = False
+    lingers: bool = False
 
 
 class LedgerModel(RuleBasedStateMachine):
@@ -90,8 +91,9 @@ class LedgerModel(RuleBasedStateMachine):
         number = self.at(batch)
         assert self.ledger.ready(batch) == number
         leased, usable = len(self.those(State.LEASED)), len(self.slots) - len(self.those(State.RETIRED))
-        # Rule 5: two are always allowed, more only while one slot is left for workers.
-        allowed = leased < 2 or leased + 1 < usable
+        # Rule 5: two are always allowed, more only while one slot is left for workers; rule 6: but for one left over.
+        kept = sum(slot.lingers for slot in self.slots)
+        allowed = leased - kept < 2 or leased - kept + 1 < usable - kept
         assert self.ledger.may_lease() is allowed
         if allowed:
             assert self.ledger.lease(batch) == number
@@ -108,6 +110,14 @@ class LedgerModel(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(self.those(State.LEASED)))
         self.ledger.ended(number)
         self.slots[number] = Slot()
+
+    @rule()
+    def an_iteration_ends(self) -> None:
+        self.ledger.linger()
+        if self.those(State.LEASED) and not any(slot.lingers for slot in self.slots):
+            self.slots[self.those(State.LEASED)[0]].lingers = True  # rule 6: one, and no other until it is given back
+        lingering = [number for number, slot in enumerate(self.slots) if slot.lingers]
+        assert self.ledger.lingers == (lingering[0] if lingering else None)
 
     @rule()
     def cancel(self) -> None:

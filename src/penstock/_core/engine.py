@@ -11,8 +11,10 @@ after the other (FLOW). Units are handed out in the order in which they were beg
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
+import mmap
 import os
 import time
 import warnings
@@ -42,7 +44,7 @@ from penstock._core.errors import (
     shown,
 )
 from penstock._core.kept import Kept
-from penstock._core.ledger import Ledger
+from penstock._core.ledger import Ledger, State
 from penstock._core.line_reader import Scatter
 from penstock._core.order import Mixing
 from penstock._core.patience import Patience, SlowLoad, users_level
@@ -126,6 +128,8 @@ class Engine:
         self._spare = spare_bytes
         self._regions = Regions(crew.arena, slots, slot_bytes, spare_bytes)
         self._ledger = Ledger(slots)
+        self._added = 0
+        """Slots that were added because the consumer held all there were."""
         self._section = Section()
         self._lock = self._section.lock
         self._interrupt: BaseException | None = None
@@ -224,6 +228,7 @@ class Engine:
                 if (self._units[0].epoch != epoch) if self._units else self._exhausted():
                     if self._broken is not None and not self._units:
                         raise self._broken
+                    self._ledger.linger()
                     return None
                 self._answer_requests()
                 if self._ledger.outstanding == 0 and not self._ledger.has_free:
@@ -275,6 +280,33 @@ class Engine:
         offset, capacity = self._regions[chunk.slot]
         return self.crew.arena.window(offset, capacity)
 
+    def upcoming(self, run: int, epoch: int) -> Chunk | None:
+        """The slot that is handed out next, if it is full already: to look at, it stays where it is. Never blocks."""
+        with self._lock, self._section:
+            if run != self.run or self._closed:
+                return None
+            if self.plan.workers:  # without any, taking a reply means doing the work
+                for reply in self.crew.take():
+                    self._take(reply)
+            unit = self._units[0] if self._units else None
+            if unit is None or unit.epoch != epoch or unit.failure is not None or not unit.chunks:
+                return None
+            chunk = unit.chunks[0]
+            return chunk if (chunk.ready or unit.open == 0) and not chunk.failures and chunk.rows else None
+
+    def addresses(self) -> list[tuple[int, int]]:
+        """Where the memory of the slots lies in this process: addresses and sizes, neighbours as one."""
+        found: list[tuple[int, int]] = []
+        for slot in range(len(self._ledger)):
+            offset, size = self._regions[slot]
+            mapping, start = self.crew.arena.window(offset, size)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(mapping, start))
+            if found and sum(found[-1]) == address:
+                found[-1] = (found[-1][0], found[-1][1] + size)
+            else:
+                found.append((address, size))
+        return found
+
     def release(self, chunk: Chunk) -> None:
         """A chunk was copied: its slot is free."""
         with self._lock, self._section:
@@ -298,7 +330,21 @@ class Engine:
             self._units.clear()
             self.run += 1
             self._measure(now=True)
+            unused = self._unused() if not self._section.broken else []
             self.crew.close()
+            # A batch that is alive keeps the mapping, which is that of all slots: the others' memory goes now.
+            for mapping, start, size in unused:
+                mapping.madvise(mmap.MADV_REMOVE, start, size)
+
+    def _unused(self) -> list[tuple[Any, int, int]]:
+        """The memory of the slots that nobody holds, if somebody holds one."""
+        self._settle()
+        ledger, regions = self._ledger, self._regions
+        if not ledger.leased or not hasattr(mmap, "MADV_REMOVE"):
+            return []
+        free = [s for s in range(len(ledger)) if ledger.state(s) is not State.LEASED and regions[s][1]]
+        found = [(*self.crew.arena.window(*regions[slot]), regions[slot][1]) for slot in free]
+        return [place for place in found if isinstance(place[0], mmap.mmap)]
 
     def postpone(self, action: Callable[[], object]) -> bool:
         """Whether this thread is in the middle of something here: then the action is done right after that."""
@@ -556,7 +602,11 @@ class Engine:
         ledger, regions = self._ledger, self._regions
         while self._freed:
             slot = self._freed.popleft().slot
+            replaced = slot == ledger.lingers and self._added
             ledger.ended(slot)
+            if replaced and (spare := ledger.retire()) is not None:
+                self._added -= 1
+                regions.remove(spare)
             if regions.enlarged(slot) and ledger.retired and self._next_batch - self._large_batch > SHRINK_AFTER:
                 regions.restore(slot)
                 while (other := ledger.retired) and regions.restore(other[0]):
@@ -583,6 +633,7 @@ class Engine:
         self._section.catch_up()
 
     def _add_slot(self) -> None:
+        self._added += 1
         self._ledger.grow()
         self._regions.add()
 
@@ -592,6 +643,8 @@ class Engine:
         self._starved = False
         self._prepared.clear()
         self._units.clear()
+        self._settle()
+        self._ledger.linger()
         self._ledger.cancel()
         for task in self.crew.withdraw():
             del self._by_task[task]

@@ -9,6 +9,8 @@ Rules, cited by the tests:
    be writing.
 5. A lease is refused (the batch is to be copied) when it would leave workers fewer than one slot to fill; but
    two leases are always allowed, because a ``for`` loop holds the old batch while it asks for the new one.
+6. One lease that is left over when an iteration ends does not count for rule 5: it is the batch that the loop variable
+   still names. The slots that remain do the work; nothing is copied on its account.
 
 Every change of state goes through ``_move``, which knows the table below and nothing else. ``validate()`` checks
 all that must hold between calls. Not owned here: what is in a slot, who works, time. A worker that died is the
@@ -50,7 +52,7 @@ TABLE: Final[dict[tuple[State, str], State]] = {
 class Ledger:
     """The state of every slot of an arena, and which batch and tasks it belongs to."""
 
-    __slots__ = ("_batch", "_by_batch", "_by_task", "_doomed", "_free", "_open", "_states")
+    __slots__ = ("_batch", "_by_batch", "_by_task", "_doomed", "_free", "_lingering", "_open", "_states")
 
     def __init__(self, slots: int) -> None:
         self._states = [State.FREE] * slots
@@ -59,6 +61,7 @@ class Ledger:
         self._by_batch: dict[int, int] = {}
         self._by_task: dict[int, int] = {}
         self._doomed: set[int] = set()
+        self._lingering: int | None = None
         # Last in, first out: the slot that was free the shortest time is the warmest in the caches.
         self._free = list(range(slots - 1, -1, -1))
 
@@ -150,8 +153,19 @@ class Ledger:
 
     def may_lease(self) -> bool:
         """Whether the next batch may be handed out in place, or must be copied (rule 5)."""
-        after = self.leased + 1
-        return after <= 2 or after < self.usable
+        kept = 0 if self._lingering is None else 1
+        after = self.leased + 1 - kept
+        return after <= 2 or after < self.usable - kept
+
+    def linger(self) -> None:
+        """An iteration has ended: what is leased now may stay so for long (rule 6)."""
+        if self._lingering is None:
+            self._lingering = next((slot for slot, state in enumerate(self._states) if state is State.LEASED), None)
+
+    @property
+    def lingers(self) -> int | None:
+        """The slot that an iteration which is over has left leased."""
+        return self._lingering
 
     def lease(self, batch: int) -> int:
         """Hand a ready batch to a consumer in place."""
@@ -167,6 +181,8 @@ class Ledger:
 
     def ended(self, slot: int) -> None:
         """The last view of a leased batch is gone."""
+        if slot == self._lingering:
+            self._lingering = None
         self._vacate(slot, "ended")
 
     def cancel(self) -> None:
@@ -220,6 +236,7 @@ class Ledger:
                 f"slot {slot} is {state.value}"
             )
             assert slot not in self._doomed or busy, f"slot {slot} is doomed but {state.value}"
+            assert slot != self._lingering or state is State.LEASED, f"slot {slot} lingers but is {state.value}"
         for task, slot in self._by_task.items():
             assert task in self._open[slot], f"task {task} is lost"
         for batch, slot in self._by_batch.items():

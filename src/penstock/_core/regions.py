@@ -65,6 +65,11 @@ class Regions:
         self._most += self.slot_bytes
         self._places.append((self._arena.extend(self.slot_bytes), self.slot_bytes))
 
+    def remove(self, slot: int) -> None:
+        """A slot that was added is not needed any more."""
+        self._most -= self._places[slot][1]
+        self._place(slot, 0)
+
     def _place(self, slot: int, size: int) -> None:
         offset, old = self._places[slot]
         if old:
