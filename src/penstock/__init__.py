@@ -15,6 +15,7 @@ from __future__ import annotations
 from penstock._core.blocks import Blocks
 from penstock._core.budget import GiB, KiB, MiB
 from penstock._core.context import WorkerInfo, rng, worker
+from penstock._core.device import Device, HostDevice
 from penstock._core.epoch import Epoch, ResourceHeld
 from penstock._core.errors import (
     BudgetError,
@@ -24,6 +25,7 @@ from penstock._core.errors import (
     LoadError,
     LoadTimeout,
     PenstockError,
+    PlaceFull,
     SpecError,
     WorkerLost,
 )
@@ -31,9 +33,11 @@ from penstock._core.feed import Feed, plan
 from penstock._core.line_reader import Line
 from penstock._core.lines import lines
 from penstock._core.patience import SlowLoad
+from penstock._core.place import Place, PlaceStats
 from penstock._core.plan import Plan
 from penstock._core.program import Into, Pad, Padded, Retry, into
 from penstock._core.source import Reader, Source, arrays
+from penstock._core.spec import OnDevice
 from penstock._core.stats import Stats
 
 __version__ = "0.1.0"
@@ -42,10 +46,12 @@ __all__ = [
     "Blocks",
     "BudgetError",
     "BudgetWarning",
+    "Device",
     "Epoch",
     "Feed",
     "FeedClosed",
     "GiB",
+    "HostDevice",
     "Into",
     "KiB",
     "LeaseError",
@@ -53,9 +59,13 @@ __all__ = [
     "LoadError",
     "LoadTimeout",
     "MiB",
+    "OnDevice",
     "Pad",
     "Padded",
     "PenstockError",
+    "Place",
+    "PlaceFull",
+    "PlaceStats",
     "Plan",
     "Reader",
     "ResourceHeld",

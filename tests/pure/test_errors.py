@@ -18,6 +18,7 @@ from penstock._core.errors import (
     LoadError,
     LoadTimeout,
     PenstockError,
+    PlaceFull,
     SpecError,
     WorkerLost,
     shown,
@@ -26,6 +27,7 @@ from penstock._core.errors import (
 EXAMPLES: list[PenstockError] = [
     PenstockError("it broke"),
     BudgetError("too little", least=4096),
+    PlaceFull("others have it", least=8192),
     LoadError("bad item", item="a.png"),
     WorkerLost("gone", item=("a", 1), exitcode=-9),
     LoadTimeout("too long", item=3),

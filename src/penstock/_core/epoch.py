@@ -19,6 +19,7 @@ import optree
 from penstock._core import context
 from penstock._core.batch import Assembler, nbytes_of, packed_batch, rows_batch
 from penstock._core.bookmark import Bookmark
+from penstock._core.delivery import Delivery
 from penstock._core.engine import Chunk, Engine, Unit, error_of
 from penstock._core.errors import LoadError, SpecError, said, shown
 from penstock._core.fill import COLLATE_INDEX, recast
@@ -26,7 +27,7 @@ from penstock._core.launch import Launched
 from penstock._core.patience import users_level
 from penstock._core.program import Pad
 from penstock._core.schedule import Schedule
-from penstock._core.spec import NAMESPACE, flatten
+from penstock._core.spec import NAMESPACE, flatten, rebuilt
 from penstock._core.stats import Stats
 from penstock._core.task import Mode
 
@@ -166,7 +167,8 @@ class Epoch:
         else:
             leaves = rows_batch(layout, *engine.peek(chunk), chunk.rows, texts, None)
         row_size = nbytes_of(leaves) // chunk.rows
-        self._shared = _Shared(leaves, row_size, chunk.rows, unit.start, chunk if lease is None else None)
+        copy_of = chunk if lease is None else None
+        self._shared = _Shared(leaves, row_size, chunk.rows, unit.start, copy_of, chunk.batch)
         return self._slice(engine.plan.batch_size)
 
     def _slice(self, size: int) -> Any:
@@ -178,7 +180,11 @@ class Epoch:
         rows = min(size, shared.rows - at)
         leaves = shared.leaves if rows == shared.rows else [leaf[at : at + rows] for leaf in shared.leaves]
         shared.at = at + rows
-        if shared.copy_of is not None:
+        if launched.delivery is not None:
+            leaves = self._sent(launched.delivery, (shared.key, at), leaves, None)
+            if shared.copy_of is not None:
+                launched.delivery.settle(most=0)
+        elif shared.copy_of is not None:
             leaves = [leaf if isinstance(leaf, list) else self._copied(leaf) for leaf in leaves]
             self._note_copy()
         if shared.at == shared.rows:
@@ -187,11 +193,15 @@ class Epoch:
                 launched.engine.release(shared.copy_of)
         self._place.move(self.number, shared.start + shared.at // (launched.options.each or 1), 0)
         self._count(rows, rows * shared.row_bytes)
+        if launched.delivery is not None:
+            self._prefetch(launched.delivery)
         return launched.layout.spec.build(leaves)
 
     def _collated(self, unit: Unit, chunk: Chunk) -> Any:
         launched = self._launched
         assert launched is not None
+        if launched.delivery is not None:
+            return self._delivered(launched.delivery, unit, chunk)
         engine, convert = launched.engine, launched.options.door
         size = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape, _ in chunk.body.leaves)
         lease = engine.lease(chunk)
@@ -204,6 +214,46 @@ class Epoch:
         self._place.move(self.number, unit.start + len(unit.indices), 0)
         self._count(chunk.rows, size)
         return batch
+
+    def _delivered(self, delivery: Delivery, unit: Unit, chunk: Chunk) -> Any:
+        """A collated batch as a copy on the device."""
+        launched = self._launched
+        assert launched is not None
+        engine = launched.engine
+        lease = engine.lease(chunk)
+        batch, values = self._on_host(chunk, *(engine.peek(chunk) if lease is None else lease))
+        leaves = self._sent(delivery, (chunk.batch, 0), values, batch)
+        size = nbytes_of(values)
+        if lease is None:
+            delivery.settle(most=0)
+            engine.release(chunk)
+        self._place.move(self.number, unit.start + len(unit.indices), 0)
+        self._count(chunk.rows, size)
+        self._prefetch(delivery)
+        return rebuilt(batch, leaves)
+
+    def _prefetch(self, delivery: Delivery) -> None:
+        """Begin to copy the next batch, if it is there, while the one at hand is used."""
+        launched, shared = self._launched, self._shared
+        assert launched is not None
+        engine, size = launched.engine, launched.plan.batch_size
+        if shared is not None:
+            at, rows = shared.at, min(size, shared.rows - shared.at)
+            delivery.prefetch((shared.key, at), [leaf[at : at + rows] for leaf in shared.leaves], None)
+        elif (ahead := engine.upcoming(self.run, self.number)) is not None:
+            batch, values = self._on_host(ahead, *engine.peek(ahead))
+            if batch is None and ahead.rows > size:
+                values = [value[:size] for value in values]
+            delivery.prefetch((ahead.batch, 0), values, batch)
+
+    def _on_host(self, chunk: Chunk, memory: Any, start: int) -> tuple[Any, list[Any]]:
+        """A chunk as it lies in its slot: the batch, where it is not a row of every leaf, and its leaves."""
+        launched = self._launched
+        assert launched is not None
+        if launched.engine.mode is Mode.ROWS:
+            return None, rows_batch(launched.layout, memory, start, chunk.rows, chunk.body or [], None)
+        batch = packed_batch(chunk.body, launched.trees, memory, start, None, copy=False)
+        return batch, flatten(batch)[0]
 
     def _count(self, rows: int, size: int) -> None:
         self._stats.samples += rows
@@ -223,6 +273,19 @@ class Epoch:
                 f"the consumer holds so many of the {self._launched.plan.slots} slots that workers would run dry: "
                 "further batches are copies, which cost memory outside the budget. Let batches go when they are used, "
                 "or copy what you keep",
+                ResourceHeld,
+                stacklevel=users_level(),
+            )
+
+    def _note_extra(self, delivery: Delivery) -> None:
+        self._stats.copied += 1
+        if self._stats.copied == 1:
+            assert self._launched is not None
+            plan = self._launched.plan
+            warnings.warn(
+                f"the consumer holds all {plan.device_buffers} buffers on {delivery.device.name}: further batches get "
+                "memory of their own there, outside the budget. Let batches go when they are used, or copy what you "
+                "keep",
                 ResourceHeld,
                 stacklevel=users_level(),
             )
@@ -277,14 +340,27 @@ class Epoch:
         convert = options.door
         if options.collate is not None:
             batch = self._collate(leaves[0], COLLATE_INDEX + first + (before << 32))
-            self._count(rows, nbytes_of(flatten(batch)[0]))
+            values = flatten(batch)[0]
+            self._count(rows, nbytes_of(values))
+            if launched.delivery is not None:
+                return rebuilt(batch, self._sent(launched.delivery, None, values, batch))
             if convert is None:
                 return batch
             return optree.tree_map(lambda x: convert(x) if isinstance(x, np.ndarray) else x, batch, namespace=NAMESPACE)
         self._count(rows, nbytes_of(leaves))
-        if convert is not None:
+        if launched.delivery is not None:
+            leaves = self._sent(launched.delivery, None, leaves, None)
+        elif convert is not None:
             leaves = [leaf if isinstance(leaf, list) else convert(leaf) for leaf in leaves]
         return launched.layout.spec.build(leaves)
+
+    def _sent(self, delivery: Delivery, key: tuple[int, int] | None, values: list[Any], batch: Any) -> list[Any]:
+        """Leaves on the device; those with a key may be on their way already."""
+        leaves, extra = delivery.deliver(key, values, batch)
+        self._stats.device_allocations = delivery.allocations
+        if extra:
+            self._note_extra(delivery)
+        return leaves
 
     def _collate(self, samples: list[Any], index: int) -> Any:
         """Do here what a worker does where it has a batch's samples together."""
@@ -334,6 +410,8 @@ class _Shared:
     start: int
     copy_of: Chunk | None
     """The chunk to copy from and release at the end, where it could not be leased."""
+    key: int
+    """The number of the chunk."""
     at: int = 0
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "LoadError",
     "LoadTimeout",
     "PenstockError",
+    "PlaceFull",
     "SpecError",
     "WorkerLost",
     "printable",
@@ -89,6 +90,10 @@ class BudgetError(PenstockError, MemoryError):
     def __init__(self, message: str, *, least: int = 0) -> None:  # the default is for unpickling, which sets it after
         super().__init__(message)
         self.least = least
+
+
+class PlaceFull(BudgetError):
+    """A request would fit into its ``Place``, but others use the memory now: try again later."""
 
 
 class BudgetWarning(UserWarning):

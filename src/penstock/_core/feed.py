@@ -23,6 +23,7 @@ from penstock._core import machine
 from penstock._core.blocks import Blocks
 from penstock._core.bookmark import VERSION, Bookmark, check_saved, write_skipped
 from penstock._core.budget import Size, format_bytes, parse_size
+from penstock._core.device import Device
 from penstock._core.engine import Engine
 from penstock._core.epoch import Epoch
 from penstock._core.errors import BudgetWarning, FeedClosed
@@ -33,7 +34,7 @@ from penstock._core.launch import Launched, launch
 from penstock._core.options import OnError, Options, check_count
 from penstock._core.plan import Footprint, Plan, Request, solve
 from penstock._core.schedule import Schedule
-from penstock._core.spec import Cast, Spec, row_bytes
+from penstock._core.spec import AnyCast, Spec, row_bytes, split_cast
 from penstock._core.stats import Stats
 
 __all__ = ["Feed", "plan"]
@@ -91,14 +92,14 @@ class Feed:
         shuffle: bool | Blocks = False,
         seed: int = 0,
         drop_last: bool = False,
-        cast: Cast = None,
+        cast: AnyCast = None,
         collate_fn: Literal["pad", "list"] | Callable[[list[Any]], Any] | None = None,
         samples_per_item: int | None = 1,
         on_error: OnError = "raise",
         timeout: float | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = None,
         cache: str | os.PathLike[str] | None = None,
-        to: str = "numpy",
+        to: str | Device = "numpy",
         device_memory: Size | None = None,
         model: Any = None,
         optimizer: Any = None,
@@ -350,7 +351,7 @@ class Feed:
         base, inside = self._place.resume
         launched = launch(self._options, self._schedule, self._stats, epoch=self._next_epoch, base=base, inside=inside)
         self._launched = launched
-        self._finalizer = weakref.finalize(self, launched.engine.close)
+        self._finalizer = weakref.finalize(self, launched.close)
         return launched
 
     # ---- for the interfaces above it: batches by their numbers, and a limit of slots
@@ -388,7 +389,7 @@ def plan(
     batch_size: int | Literal["max"] = 32,
     num_workers: int | None = None,
     executor: Literal["process", "thread"] = "process",
-    cast: Cast = None,
+    cast: AnyCast = None,
     length: int | None = None,
     device_memory: Size | None = None,
     model: Any = None,
@@ -404,7 +405,7 @@ def plan(
     ``device_batches`` lie there too: 2 where one is copied while another is computed on, 1 where your loop makes one
     after the other.
     """
-    spec = Spec.of(sample, cast=cast)
+    spec = Spec.of(sample, cast=split_cast(cast)[0])
     footprint = Footprint.assumed(tuple(row_bytes(leaf) for leaf in spec.leaves))
     check_count("device_batches", device_batches, least=0)
     asked = Asked.checked(model, optimizer, loss, train=train, buffers=device_batches)

@@ -55,6 +55,7 @@ __all__ = [
     "Packed",
     "Room",
     "Steps",
+    "castings",
     "failure_of",
     "recast",
 ]
@@ -538,7 +539,7 @@ class Filler:
         # A callable's batch that is put together elsewhere has names of its own, and is cast there.
         if program.cast is not None and (program.mode is Mode.WHOLE or self._collates_by_name()):
             listed = program.collate is list or program.mode is Mode.FLOW
-            for place, leaf in _castings(batch, arrays, program.cast, listed=listed):
+            for place, leaf in castings(batch, arrays, program.cast, listed=listed):
                 dtypes[place] = leaf.stored
                 if not (is_floating(leaf.dtype) and is_floating(leaf.stored)):
                     exact = np.empty(leaf.shape, leaf.stored)
@@ -907,7 +908,7 @@ def _spread(window: tuple[Any, int], size: int) -> tuple[Any, Any, int, int]:
     return memory, np.uint8, size, start
 
 
-def _castings(batch: Any, arrays: Sequence[Array | Rows], cast: Cast, *, listed: bool) -> list[tuple[int, Leaf]]:
+def castings(batch: Any, arrays: Sequence[Array | Rows], cast: Cast, *, listed: bool) -> list[tuple[int, Leaf]]:
     """The leaves of a collated batch that are to be cast, with their places.
 
     A padded leaf has the name that it has in a sample, and so have the leaves of a batch that is a list of samples.
@@ -931,7 +932,7 @@ def recast(batch: Any, cast: Cast) -> Any:
     """A collated batch with its leaves cast, where no slot is written to on the way."""
     values, tree = flatten(batch)
     arrays = [_whole(_packable(value)) for value in values]
-    for place, leaf in _castings(batch, arrays, cast, listed=False):
+    for place, leaf in castings(batch, arrays, cast, listed=False):
         values[place] = np.empty(leaf.shape, leaf.stored)
         store(values[place], arrays[place], leaf, None)
     return optree.tree_unflatten(tree, values)

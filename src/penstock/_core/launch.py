@@ -6,7 +6,9 @@ Runs in the parent. Nothing is left behind if any of it fails.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -19,6 +21,7 @@ from penstock._core.choice import Threads, choose
 from penstock._core.crew import Crew, process_crew
 from penstock._core.crew.inline import InlineCrew
 from penstock._core.crew.threads import ThreadCrew
+from penstock._core.delivery import Delivery, arriving, device_dtypes, device_row_bytes
 from penstock._core.engine import Engine, Unit, error_of
 from penstock._core.errors import BudgetError, PenstockError
 from penstock._core.fill import Failed
@@ -32,7 +35,7 @@ from penstock._core.program import Into, Pad, Probe, Program, Setup
 from penstock._core.schedule import Cut, Schedule
 from penstock._core.sharing import obstacle_to_threads, unchanging_kind
 from penstock._core.source import Scatters
-from penstock._core.spec import row_bytes
+from penstock._core.spec import Cast, Spec, row_bytes
 from penstock._core.stats import Stats
 from penstock._core.task import Mode, Task
 from penstock._core.wire import dump_items
@@ -62,7 +65,16 @@ class Launched:
     program: Program
     layout: Layout
     cut: Cut
+    delivery: Delivery | None = None
+    """What copies batches to a device; None where they are handed out as they lie in their slots."""
     trees: Trees = dataclasses.field(default_factory=Trees)
+    owner: int = dataclasses.field(default_factory=os.getpid)
+
+    def close(self) -> None:
+        """End everything; batches that are alive stay right."""
+        if self.delivery is not None and os.getpid() == self.owner:  # a process forked off has no use of the device
+            self.delivery.close()
+        self.engine.close()
 
 
 def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, base: int, inside: int) -> Launched:
@@ -70,6 +82,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
     obstacle = _obstacle(options)
     program = _program(options, inside, tries_threads=obstacle is None)
     crew: Crew | None = None
+    delivery: Delivery | None = None
     planner = _Planner(options, schedule, program, _item_bytes(options, schedule, epoch, base), obstacle)
     try:
         if program.load is None and options.collate is None:
@@ -111,11 +124,32 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
         # A worker that collates holds the samples of a batch and the result.
         load_bytes = probe.load_bytes + (2 * plan.batch_bytes if program.mode is Mode.WHOLE else 0)
         crew.start(Setup(probe.spec, rows, plan.workers, max(0, growth), load_bytes))
+        delivery = _delivery(options, program, plan, probe)
+        if delivery is not None:
+            plan = dataclasses.replace(plan, notes=(*plan.notes, *delivery.pin(engine.addresses())))
     except BaseException:
+        if delivery is not None:
+            delivery.close()
         if crew is not None:
             crew.close()
         raise
-    return Launched(options, engine, plan, program, Layout.of(probe.spec, rows), planner.cut(plan))
+    return Launched(options, engine, plan, program, Layout.of(probe.spec, rows), planner.cut(plan), delivery)
+
+
+def _delivery(options: Options, program: Program, plan: Plan, probe: Probe) -> Delivery | None:
+    """The buffers on the device, allocated."""
+    if options.device is None:
+        return None
+    delivery = Delivery(
+        options.device,
+        buffers=plan.device_buffers,
+        budget=plan.device_memory,
+        on_device=options.on_device,
+        listed=program.collate is list,
+    )
+    if program.collate is None:
+        delivery.reserve(probe.spec, plan.batch_size)
+    return delivery
 
 
 def _program(options: Options, inside: int, *, tries_threads: bool) -> Program:
@@ -240,6 +274,12 @@ class _Planner:
         self._item_bytes = item_bytes
         self._window = schedule.window or _window(options.memory, item_bytes)
 
+    def _device_rows(self, probe: Probe, rows: tuple[int, ...]) -> tuple[int, ...] | None:
+        device = self._options.device
+        if device is None or self._program.collate is not None:
+            return None if device is None else rows
+        return device_row_bytes(device, probe.spec, self._options.on_device)
+
     def cut(self, plan: Plan) -> Cut:
         """How epochs are cut under this plan."""
         each = self._options.each or 1
@@ -309,7 +349,10 @@ class _Planner:
             whole=program.mode is Mode.WHOLE,
             staged=program.mode is Mode.FLOW,
             # A stream may be slow or live: its batches are handed out one by one.
-            groups=program.mode is Mode.ROWS and not options.streams and mixing is None,
+            # So are those that are copied to a device: it should not have to cut them apart.
+            groups=program.mode is Mode.ROWS and not options.streams and mixing is None and options.device is None,
+            device_memory=options.device_budget,
+            device_leaf_row_bytes=self._device_rows(probe, rows),
             length=self._schedule.samples,
             most_slots=options.most_slots,
         )
@@ -318,7 +361,8 @@ class _Planner:
 
             ranks = options.world > 1
             size = options.device_memory
-            request = with_model(request, footprint, probe.spec, options.asked, size=size, ranks=ranks)
+            spec = arriving(probe.spec, options.on_device)
+            request = with_model(request, footprint, spec, options.asked, size=size, ranks=ranks)
         try:
             if program.decides and processes:
                 plan = choose(request, footprint, Threads(self._obstacle, probe.side_by_side))
@@ -330,6 +374,8 @@ class _Planner:
         notes = plan.notes
         if (mixing := self._schedule.mixing) is not None:
             notes = (*notes, f"shuffled in blocks of {mixing.rows:,} items, {mixing.group:,} items mixed at a time")
+        if program.collate is None:
+            notes = (*notes, *_savings(probe.spec, options.on_device))
         if window_bytes:
             notes = (*notes, f"shuffle window of {self._window:,} items: {format_bytes(window_bytes)}")
         if lines is not None:
@@ -365,6 +411,28 @@ class _Planner:
         if mixing is None or source is None or (self._options.load is None and isinstance(source.reader(), Scatters)):
             return 0
         return mixing.rows * probe.sample_bytes
+
+
+def _savings(spec: Spec, on_device: Cast) -> Iterator[str]:
+    """What casting saves, in words."""
+    given = sum(row_bytes(dataclasses.replace(leaf, stored=leaf.dtype)) for leaf in spec.leaves)
+    stored = spec.sample_bytes
+    if stored != given:
+        change = "less" if stored < given else "more"
+        yield (
+            f"cast: {format_bytes(stored)} a sample in slots, not {format_bytes(given)}: "
+            f"{max(given, stored) / min(given, stored):.1f} times {change} to hold and to move"
+        )
+    casts = device_dtypes(spec, on_device)
+    if any(cast is not None for cast in casts):
+        there = sum(
+            row_bytes(leaf if cast is None else dataclasses.replace(leaf, stored=cast))
+            for leaf, cast in zip(spec.leaves, casts, strict=True)
+        )
+        yield (
+            f"cast on the device: {format_bytes(stored)} a sample travel, not {format_bytes(there)}: "
+            f"{there / stored:.1f} times less traffic"
+        )
 
 
 def _does_not_fit(request: Request, footprint: Footprint, *, kept: tuple[str, int] | None) -> BudgetError:

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock._core.spec import Array, Spec, row_bytes
 
-__all__ = ["PAGE", "Column", "Layout", "aligned", "array_at", "offsets", "slot_bytes"]
+__all__ = ["LINE", "PAGE", "Column", "Layout", "aligned", "array_at", "offsets", "slot_bytes"]
 
 PAGE: Final = 4096
 LINE: Final = 64  # a cache line: no two workers write to the same one except at the edges of their rows

@@ -14,16 +14,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from penstock._core import machine
 from penstock._core.blocks import Blocks
-from penstock._core.budget import Size
-from penstock._core.device import door
+from penstock._core.budget import Size, parse_size
+from penstock._core.device import Device, Door, door
 from penstock._core.errors import shown
 from penstock._core.fit import Asked
 from penstock._core.items import Picker, Stream, sort_out
 from penstock._core.lines import Lines
 from penstock._core.program import Into, Pad, Retry, as_texts
 from penstock._core.source import Source
-from penstock._core.spec import Cast, to_dtype
+from penstock._core.spec import Cast, split_cast, to_dtype
 
 __all__ = ["Collate", "OnError", "Options", "check_count"]
 
@@ -55,6 +56,13 @@ class Options:
     rank: int
     world: int
     door: Callable[[Any], Any] | None
+    """What makes a leaf of an array over a slot; None: nothing needs to."""
+    device: Device | None
+    """What batches are copied to; None: they stay where they are."""
+    device_budget: int | None
+    """What batches may take there, where no model shares it with them."""
+    on_device: Cast
+    """What is cast on the device."""
     start_method: Literal["fork", "forkserver", "spawn"] | None
     device_memory: Size | None
     asked: Asked | None
@@ -82,8 +90,8 @@ class Options:
         timeout: Any,
         shard: Any,
         to: Any,
+        device_memory: Size | None,
         start_method: Any,
-        device_memory: Any,
         asked: Asked | None,
         unbuilt: Mapping[str, Any],
     ) -> Options:
@@ -113,16 +121,16 @@ class Options:
             raise TypeError(
                 f"samples_per_item={samples_per_item} needs a load that gives so many: a source has one sample per row"
             )
-        for dtype in cast.values() if isinstance(cast, Mapping) else () if cast is None else (cast,):
-            _check_dtype(dtype)
+        cast, on_device = split_cast(cast)
+        for part in (cast, on_device):
+            for dtype in part.values() if isinstance(part, Mapping) else () if part is None else (part,):
+                _check_dtype(dtype)
         _check_timeout(timeout, load, executor, num_workers)
         if isinstance(kind, Lines) and kind.packed and shuffle:
             raise ValueError(
                 "compressed text can be read in order only, so shuffle=True is not possible: unpack the files, or "
                 "write them shuffled"
             )
-        if asked is None and device_memory is not None:
-            raise NotImplementedError("device_memory is built only with model= so far: leave it out for now")
         if asked is not None and collate_fn is not None:
             raise TypeError(
                 "model needs to know the form of a batch beforehand, which a collate_fn decides each time: plan with "
@@ -133,6 +141,7 @@ class Options:
             _check_blocks(shuffle, kind, batch_size, world)
         elif not isinstance(shuffle, bool | np.bool_):
             raise TypeError(f"shuffle={shuffle!r} must be True, False or penstock.Blocks(...)")
+        way = door(to, casts=on_device is not None)
         return cls(
             items=kind,
             load=load,
@@ -151,10 +160,13 @@ class Options:
             timeout_s=None if timeout is None else float(timeout),
             rank=rank,
             world=world,
-            door=door(to),
+            door=way.convert,
+            device=way.device,
+            device_budget=None if asked is not None else _device_budget(device_memory, way.device),
+            on_device=on_device,
             start_method=start_method,
             device_memory=device_memory,
-            asked=None if asked is None else _placed(asked, to),
+            asked=None if asked is None else _placed(asked, to, way),
         )
 
     @property
@@ -195,20 +207,29 @@ class Options:
         return self.executor == "process" and self.num_workers != 0
 
 
+def _device_budget(size: Size | None, device: Device | None) -> int | None:
+    if size is None:
+        return None
+    available = device.available_bytes() if device is not None else None
+    if available is None:
+        available = machine.available_bytes()
+    return parse_size(size, available=available, name="device_memory")
+
+
 def _collate(collate_fn: Any, *, lines: bool) -> Collate | None:
     if lines and collate_fn in (None, "list"):
         return as_texts
     return Pad() if collate_fn == "pad" else list if collate_fn == "list" else collate_fn
 
 
-def _placed(asked: Asked, to: Any) -> Asked:
+def _placed(asked: Asked, to: Any, way: Door) -> Asked:
     """The same, with where the batches go."""
-    name, _, rest = to.partition(":") if isinstance(to, str) else ("", "", "")
+    name, _, rest = (to if way.device is None else way.device.name).partition(":")
     device = rest.partition(":")[0] or None if name == "torch" else None
     # A torch model on the CPU reads its batch from the slot itself.
-    in_place = to in ("torch", "torch:cpu")
-    leaf = door(to) if in_place else None
-    return dataclasses.replace(asked, device=device, in_place=in_place, leaf=leaf, buffers=1 if to == "numpy" else 2)
+    in_place = way.convert is not None
+    buffers = 1 if to == "numpy" and way.device is None else 2
+    return dataclasses.replace(asked, device=device, in_place=in_place, leaf=way.convert, buffers=buffers)
 
 
 def _shard(shard: Any) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 from penstock._core.budget import format_bytes
 from penstock._core.errors import BudgetError
 from penstock._core.fit import Need
-from penstock._core.layout import slot_bytes
+from penstock._core.layout import LINE, aligned, slot_bytes
 
 __all__ = [
     "LEAN_WORKER_BYTES",
@@ -32,6 +32,7 @@ __all__ = [
     "Footprint",
     "Plan",
     "Request",
+    "device_batch_bytes",
     "solve",
 ]
 
@@ -72,6 +73,8 @@ GROUPED_BYTES: Final = 8 * 2**20  # of all slots together: a slot stays about as
 GROUP_S: Final = 1e-3
 LARGE_ROWS: Final = 1024  # of a batch that is as large as it can be, before it is known how large that is
 DEVICE_BUFFERS: Final = 2  # one that is computed on, one that is copied into
+# A loop lets go of a batch only after it got the next one: with a third the one after that is copied meanwhile.
+MOST_DEVICE_BUFFERS: Final = 3
 MOST_ROWS: Final = 2**31 - 1  # so that a row's number fits 32 bits anywhere, and a search for the largest batch ends
 
 
@@ -146,6 +149,8 @@ class Request:
     """Items give varying numbers of samples, which wait in staging slots for their place in a batch."""
     device_memory: int | None = None
     """Bytes for batches on the device."""
+    device_leaf_row_bytes: tuple[int, ...] | None = None
+    """Bytes of one sample in each block of a buffer there; None: batches are not copied by the feed."""
     length: int | None = None
     """Samples in all, if that is known."""
     cache: bool = False
@@ -208,6 +213,10 @@ class Plan:
     """How many samples memory holds at once, in slots and in the cache."""
     device_memory: int | None
     """The budget for batches on the device."""
+    device_buffers: int = 0
+    """How many batches lie on the device at once: used, ready, and arriving; 0 if they are not copied by the feed."""
+    device_bytes: int = 0
+    """Bytes of these buffers; never above ``device_memory``."""
     total_bytes: int
     """Arena, workers, template, parent and cache together; never above ``memory``."""
     notes: tuple[str, ...]
@@ -251,7 +260,14 @@ class Plan:
             for cells in (list(zip(row, widths, strict=True)) for row in rows)
         ]
         rule = "-" * len(lines[0])
-        model = [*_device_table(self), ""] if self.model_bytes else []
+        device = [*_device_table(self), ""] if self.model_bytes else []
+        if self.device_buffers and not self.model_bytes:
+            of = "" if self.device_memory is None else f" of {format_bytes(self.device_memory)}"
+            each = format_bytes(self.device_bytes // self.device_buffers)
+            device = [
+                f"on the device: {self.device_buffers} buffers of {each}, {format_bytes(self.device_bytes)}{of}",
+                "",
+            ]
         head = f"{_count(self.batch_size, 'sample')} of {format_bytes(self.sample_bytes)} a batch"
         return "\n".join(
             [
@@ -259,7 +275,7 @@ class Plan:
                 "",
                 *(lines[0], rule, *lines[1:-3], rule, *lines[-3:]),
                 "",
-                *model,
+                *device,
                 *(wrapped for note in self.notes for wrapped in wrap(note, 98, subsequent_indent="    ")),
             ]
         )
@@ -274,8 +290,8 @@ def solve(request: Request, footprint: Footprint) -> Plan:
     wanted, why = _wanted_workers(request, footprint)
     rows = _largest_batch(request, footprint, wanted) if request.batch_size == "max" else request.batch_size
     costs = _Costs.of(request, footprint, rows)
-    if request.device_memory is not None and costs.batch > request.device_memory:
-        raise _too_large_for_device(request.device_memory, costs)
+    if costs.crowds_device():
+        raise _too_large_for_device(request.device_memory or 0, costs)
     rung = next((rung for rung in _ladder(costs, wanted) if costs.total(*rung) <= request.memory), None)
     if rung is None:
         raise _does_not_fit(costs, wanted)
@@ -305,12 +321,19 @@ def solve(request: Request, footprint: Footprint) -> Plan:
         cache_bytes=cache_bytes,
         held_samples=slots * costs.group * rows + cached,
         device_memory=request.device_memory,
+        device_buffers=costs.buffers(),
+        device_bytes=costs.buffers() * costs.device(),
         total_bytes=total + cache_bytes,
         notes=tuple(_notes(costs, (wanted, why), rung, cached=cached)),
         model_bytes=0 if request.need is None else request.need.step.nbytes,
         model_parts=() if request.need is None else request.need.step.parts,
         device_total_bytes=_device_total(costs),
     )
+
+
+def device_batch_bytes(request: Request, footprint: Footprint, rows: int) -> int:
+    """Bytes of a batch of so many samples on the device."""
+    return _Costs.of(request, footprint, rows).device()
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +354,28 @@ class _Costs:
     def arena(self, slots: int) -> int:
         slot = self.batch if self.group == 1 else slot_bytes(self.footprint.leaf_row_bytes, self.group * self.rows)
         return (2 * slots if self.request.staged else slots) * slot
+
+    def device(self) -> int:
+        """Bytes of a batch on the device."""
+        if self.request.device_leaf_row_bytes is None:
+            return self.batch
+        return sum(aligned(row * self.rows) or LINE for row in self.request.device_leaf_row_bytes)
+
+    def crowds_device(self) -> bool:
+        """Whether too few batches fit there; where a model shares the device, that was looked at with it."""
+        budget = self.request.device_memory
+        return self.request.need is None and budget is not None and DEVICE_BUFFERS * self.device() > budget
+
+    def buffers(self) -> int:
+        """How many batches lie there: the one that is used, the one that comes next, and if it fits one in between."""
+        budget = self.request.device_memory
+        if self.request.device_leaf_row_bytes is None:
+            return 0
+        if self.request.need is not None:
+            return self.request.need.buffers
+        return (
+            MOST_DEVICE_BUFFERS if budget is None or MOST_DEVICE_BUFFERS * self.device() <= budget else DEVICE_BUFFERS
+        )
 
     def load(self) -> int:
         """What whoever loads holds: one load, or where batches are collated whole, all samples and the result too."""
@@ -455,7 +500,7 @@ def _largest_batch(request: Request, footprint: Footprint, wanted: int) -> int:
 
     def fits(rows: int) -> bool:
         costs = _Costs.of(request, footprint, rows)
-        if request.device_memory is not None and DEVICE_BUFFERS * costs.batch > request.device_memory:
+        if costs.crowds_device():
             return False
         everything = costs.total(wanted, steady)
         if request.num_workers is not None or wanted == 0:
@@ -533,7 +578,7 @@ def _why_largest(costs: _Costs, workers: int) -> str:
         return f"bound by {'a rank that has less room' if request.need.bound == 'ranks' else where}"
     if rows == request.length:
         return "all there is"
-    if request.device_memory is not None and DEVICE_BUFFERS * larger.batch > request.device_memory:
+    if request.device_memory is not None and larger.crowds_device():
         return f"the largest of which {DEVICE_BUFFERS} fit in {format_bytes(request.device_memory)} on the device"
     if workers == 0 and larger.total(0, STEADY_SLOTS) <= request.memory:
         return "stays so until the budget has room for a worker, since a larger one would have to shrink again then"
@@ -542,7 +587,7 @@ def _why_largest(costs: _Costs, workers: int) -> str:
 
 def _device_total(costs: _Costs) -> int:
     need = costs.request.need
-    return 0 if need is None else need.step.with_batches(costs.batch, need.buffers)
+    return 0 if need is None else need.step.with_batches(costs.device(), need.buffers)
 
 
 def _device_table(plan: Plan) -> list[str]:
@@ -598,10 +643,12 @@ def _fits(request: Request, footprint: Footprint) -> bool:
 
 def _too_large_for_device(device_memory: int, costs: _Costs) -> BudgetError:
     change = "smaller samples" if costs.rows == 1 else "a smaller batch_size, smaller samples"
+    least = DEVICE_BUFFERS * costs.device()
     return BudgetError(
-        f"device_memory={_exact(device_memory)} is too small: one batch of {_count(costs.rows, 'sample')} takes "
-        f'{_exact(costs.batch)} there. Give device_memory={costs.batch}, {change} or cast="float16".',
-        least=costs.batch,
+        f"device_memory={_exact(device_memory)} is too small: a batch of {_count(costs.rows, 'sample')} takes "
+        f"{_exact(costs.device())} there, and {DEVICE_BUFFERS} of them are needed, one to compute on and one to copy "
+        f'into. Give device_memory={least}, {change} or cast="float16".',
+        least=least,
     )
 
 

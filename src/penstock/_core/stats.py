@@ -36,7 +36,9 @@ class Stats:
     restarts: int = 0
     """Workers that died and were replaced."""
     copied: int = 0
-    """Batches that were handed out as copies because the consumer held too many slots."""
+    """Batches that were handed out as copies because the consumer held too many slots, or all buffers of the device."""
+    device_allocations: int = 0
+    """Blocks of memory that were allocated on the device, ever; after the first batches it stays the same."""
     skipped: list[tuple[Any, BaseException]] = dataclasses.field(default_factory=list)
     """Items that were left out, with their errors."""
 
