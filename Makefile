@@ -12,7 +12,7 @@ TEST := .venvs/test/.made-$(VERSION)
 BENCH := .venvs/bench/.made-$(VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench format clean
+.PHONY: help demo test test-all lint bench format clean drivers
 .DELETE_ON_ERROR:
 
 help:
@@ -26,11 +26,11 @@ help:
 demo: $(DEMO)
 	@.venvs/demo/bin/python -m penstock demo $(ARGS)
 
-test: lint
+test: lint drivers
 	@echo '== tests'
 	@.venvs/test/bin/python -m pytest -q -m 'not slow' $(PYTEST_ARGS)
 
-test-all: lint
+test-all: lint drivers
 	@echo '== tests, the slow ones too'
 	@.venvs/test/bin/python -m pytest -q $(PYTEST_ARGS)
 
@@ -41,6 +41,20 @@ lint: $(TEST)
 	@.venvs/test/bin/ruff format --quiet --check .
 	@echo '== mypy --strict'
 	@.venvs/test/bin/mypy --no-error-summary
+
+# What tinygrad needs from the system: clang for its CPU device, an OpenCL driver (PoCL, which runs on the processor) for
+# its CL device. Tried once, only as root and only with apt; where it cannot be had, the tests that need it skip and say so.
+drivers: .venvs/drivers.log
+.venvs/drivers.log:
+	@mkdir -p .venvs
+	@if command -v clang >/dev/null && ls /etc/OpenCL/vendors/*.icd >/dev/null 2>&1; then \
+	   echo 'clang and an OpenCL driver are there' > $@; \
+	 elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	   echo '== apt-get install clang pocl-opencl-icd (for the tests of tinygrad; tried once)'; \
+	   { timeout 120 apt-get update -q && DEBIAN_FRONTEND=noninteractive timeout 600 \
+	     apt-get install -q -y --no-install-recommends clang pocl-opencl-icd; } > $@ 2>&1 </dev/null \
+	   || echo '== that did not work ($@): tests that need them skip'; \
+	 else echo 'clang or an OpenCL driver is missing, and only root can install them' > $@; fi
 
 bench: $(BENCH)
 	@.venvs/bench/bin/python -m penstock bench $(ARGS)
