@@ -52,6 +52,7 @@ class TorchDevice(Device):
         self.name = f"torch:{self._device}"
         self._stream: Any = None
         self._released: deque[Any] = deque()
+        self._locked: set[int] = set()
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
 
@@ -141,12 +142,15 @@ class TorchDevice(Device):
             return None
         code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
         if code == 0:
+            self._locked.add(address)
             return "the arena is page-locked: the GPU reads slots without a copy in between"
         return f"the arena could not be page-locked (cudaHostRegister: error {code}): copies take a detour and wait"
 
     def unpin(self, address: int) -> None:
         """Let the pages go."""
-        torch.cuda.cudart().cudaHostUnregister(address)
+        if address in self._locked:
+            self._locked.remove(address)
+            torch.cuda.cudart().cudaHostUnregister(address)
 
     def _lent(self, block: Any, nbytes: int, over: Callable[[], object]) -> Any:
         """Bytes of a block as a storage of its own, though of the same memory.

@@ -464,3 +464,25 @@ def test_the_picture_of_the_timeline_is_drawn_by_its_script(tmp_path: Path) -> N
 
     assert shows(drawn) == shows(ROOT / "docs" / "pictures" / "timeline.svg")
     assert {"copy to a buffer", "compute on it", "5", "10"} <= set(shows(drawn))
+
+
+def test_a_model_and_the_buffers_share_the_device() -> None:
+    """The step is planned with what arrives there, casts included, and with the buffers that there really are."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    import penstock.torch
+
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 16), torch.nn.Linear(16, 4))
+    with Feed(
+        range(10_000), lambda i: (np.full((3, 16, 16), i % 200, np.uint8), i % 4), batch_size="max", memory="256 MiB",
+        device_memory="8 MiB", num_workers=0, model=model, to=penstock.torch.device(), cast={"0": OnDevice("float32")},
+    ) as feed:  # fmt: skip
+        plan = feed.plan
+        images, labels = next(iter(feed))
+        assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)  # uint8 would not go through a Linear
+        assert model(images).shape == (plan.batch_size, 4)
+        assert plan.device_buffers == 2
+        assert plan.device_bytes >= 2 * plan.batch_size * (768 * 5 + 8)
+        assert plan.device_total_bytes == plan.model_bytes + plan.device_bytes
+        assert plan.device_total_bytes <= MiB(8) == plan.device_memory
+        assert feed.stats.device_allocations == 2 * 3
+        del images, labels

@@ -26,7 +26,7 @@ from penstock._core.layout import LINE, aligned
 from penstock._core.pool import Block, Pool, size_class
 from penstock._core.spec import Array, Cast, Leaf, Spec, row_bytes
 
-__all__ = ["Delivery", "device_dtypes", "device_row_bytes"]
+__all__ = ["Delivery", "arriving", "device_dtypes", "device_row_bytes"]
 
 Casts = Sequence[np.dtype[Any] | None]
 
@@ -35,8 +35,13 @@ def device_dtypes(spec: Spec, on_device: Cast) -> Casts:
     """For each leaf of a sample the dtype that it is cast to on the device, or None."""
     if on_device is None:
         return [None] * len(spec.leaves)
-    shipped = Spec(spec.tree, tuple(dataclasses.replace(leaf, dtype=leaf.stored) for leaf in spec.leaves))
-    return [None if leaf.stored == leaf.dtype else leaf.stored for leaf in shipped.cast(on_device).leaves]
+    return [None if leaf.stored == leaf.dtype else leaf.stored for leaf in arriving(spec, on_device).leaves]
+
+
+def arriving(spec: Spec, on_device: Cast) -> Spec:
+    """The form of a sample when it is on the device: ``dtype`` as it travelled, ``stored`` as it is there."""
+    travelled = tuple(dataclasses.replace(leaf, dtype=leaf.stored) for leaf in spec.leaves)
+    return Spec(spec.tree, travelled).cast(on_device)
 
 
 def device_row_bytes(device: Device, spec: Spec, on_device: Cast) -> tuple[int, ...]:

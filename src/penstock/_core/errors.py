@@ -92,6 +92,10 @@ class BudgetError(PenstockError, MemoryError):
         self.least = least
 
 
+class PlaceFull(BudgetError):
+    """A request would fit into its ``Place``, but others use the memory now: try again later."""
+
+
 class BudgetWarning(UserWarning):
     """The budget is more than there is, or more is used where nothing can hold it: in this process."""
 

@@ -21,7 +21,7 @@ from penstock._core.choice import Threads, choose
 from penstock._core.crew import Crew, process_crew
 from penstock._core.crew.inline import InlineCrew
 from penstock._core.crew.threads import ThreadCrew
-from penstock._core.delivery import Delivery, device_dtypes, device_row_bytes
+from penstock._core.delivery import Delivery, arriving, device_dtypes, device_row_bytes
 from penstock._core.engine import Engine, Unit, error_of
 from penstock._core.errors import BudgetError, PenstockError
 from penstock._core.fill import Failed
@@ -351,7 +351,7 @@ class _Planner:
             # A stream may be slow or live: its batches are handed out one by one.
             # So are those that are copied to a device: it should not have to cut them apart.
             groups=program.mode is Mode.ROWS and not options.streams and mixing is None and options.device is None,
-            device_memory=options.device_memory,
+            device_memory=options.device_budget,
             device_leaf_row_bytes=self._device_rows(probe, rows),
             length=self._schedule.samples,
             most_slots=options.most_slots,
@@ -360,8 +360,9 @@ class _Planner:
             from penstock._model import with_model
 
             ranks = options.world > 1
-            size = options.device_size
-            request = with_model(request, footprint, probe.spec, options.asked, size=size, ranks=ranks)
+            size = options.device_memory
+            spec = arriving(probe.spec, options.on_device)
+            request = with_model(request, footprint, spec, options.asked, size=size, ranks=ranks)
         try:
             if program.decides and processes:
                 plan = choose(request, footprint, Threads(self._obstacle, probe.side_by_side))

@@ -17,7 +17,7 @@ import numpy as np
 from penstock._core import machine
 from penstock._core.blocks import Blocks
 from penstock._core.budget import Size, parse_size
-from penstock._core.device import Device, door
+from penstock._core.device import Device, Door, door
 from penstock._core.errors import shown
 from penstock._core.fit import Asked
 from penstock._core.items import Picker, Stream, sort_out
@@ -59,7 +59,8 @@ class Options:
     """What makes a leaf of an array over a slot; None: nothing needs to."""
     device: Device | None
     """What batches are copied to; None: they stay where they are."""
-    device_memory: int | None
+    device_budget: int | None
+    """What batches may take there, where no model shares it with them."""
     on_device: Cast
     """What is cast on the device."""
     start_method: Literal["fork", "forkserver", "spawn"] | None
@@ -162,11 +163,11 @@ class Options:
             world=world,
             door=way.convert,
             device=way.device,
-            device_memory=_device_budget(device_memory if asked is None else None, way.device),
+            device_budget=None if asked is not None else _device_budget(device_memory, way.device),
             on_device=on_device,
             start_method=start_method,
-            device_size=device_memory,
-            asked=None if asked is None else _placed(asked, to),
+            device_memory=device_memory,
+            asked=None if asked is None else _placed(asked, to, way),
         )
 
     @property
@@ -207,20 +208,29 @@ class Options:
         return self.executor == "process" and self.num_workers != 0
 
 
+def _device_budget(size: Size | None, device: Device | None) -> int | None:
+    if size is None:
+        return None
+    available = device.available_bytes() if device is not None else None
+    if available is None:
+        available = machine.available_bytes()
+    return parse_size(size, available=available, name="device_memory")
+
+
 def _collate(collate_fn: Any, *, lines: bool) -> Collate | None:
     if lines and collate_fn in (None, "list"):
         return as_texts
     return Pad() if collate_fn == "pad" else list if collate_fn == "list" else collate_fn
 
 
-def _placed(asked: Asked, to: Any) -> Asked:
+def _placed(asked: Asked, to: Any, way: Door) -> Asked:
     """The same, with where the batches go."""
-    name, _, rest = to.partition(":") if isinstance(to, str) else ("", "", "")
+    name, _, rest = (to if way.device is None else way.device.name).partition(":")
     device = rest.partition(":")[0] or None if name == "torch" else None
     # A torch model on the CPU reads its batch from the slot itself.
-    in_place = to in ("torch", "torch:cpu")
-    leaf = door(to).convert if in_place else None
-    return dataclasses.replace(asked, device=device, in_place=in_place, leaf=leaf, buffers=1 if to == "numpy" else 2)
+    in_place = way.convert is not None
+    buffers = 1 if to == "numpy" and way.device is None else 2
+    return dataclasses.replace(asked, device=device, in_place=in_place, leaf=way.convert, buffers=buffers)
 
 
 def _device_budget(size: Size | None, device: Device | None) -> int | None:

@@ -32,6 +32,7 @@ __all__ = [
     "Footprint",
     "Plan",
     "Request",
+    "device_batch_bytes",
     "solve",
 ]
 
@@ -259,9 +260,8 @@ class Plan:
             for cells in (list(zip(row, widths, strict=True)) for row in rows)
         ]
         rule = "-" * len(lines[0])
-        model = [*_device_table(self), ""] if self.model_bytes else []
-        device = []
-        if self.device_buffers:
+        device = [*_device_table(self), ""] if self.model_bytes else []
+        if self.device_buffers and not self.model_bytes:
             of = "" if self.device_memory is None else f" of {format_bytes(self.device_memory)}"
             each = format_bytes(self.device_bytes // self.device_buffers)
             device = [
@@ -275,7 +275,7 @@ class Plan:
                 "",
                 *(lines[0], rule, *lines[1:-3], rule, *lines[-3:]),
                 "",
-                *(model or device),
+                *device,
                 *(wrapped for note in self.notes for wrapped in wrap(note, 98, subsequent_indent="    ")),
             ]
         )
@@ -290,8 +290,8 @@ def solve(request: Request, footprint: Footprint) -> Plan:
     wanted, why = _wanted_workers(request, footprint)
     rows = _largest_batch(request, footprint, wanted) if request.batch_size == "max" else request.batch_size
     costs = _Costs.of(request, footprint, rows)
-    if request.device_memory is not None and DEVICE_BUFFERS * costs.device() > request.device_memory:
-        raise _too_large_for_device(request.device_memory, costs)
+    if costs.crowds_device():
+        raise _too_large_for_device(request.device_memory or 0, costs)
     rung = next((rung for rung in _ladder(costs, wanted) if costs.total(*rung) <= request.memory), None)
     if rung is None:
         raise _does_not_fit(costs, wanted)
@@ -331,6 +331,11 @@ def solve(request: Request, footprint: Footprint) -> Plan:
     )
 
 
+def device_batch_bytes(request: Request, footprint: Footprint, rows: int) -> int:
+    """Bytes of a batch of so many samples on the device."""
+    return _Costs.of(request, footprint, rows).device()
+
+
 @dataclass(frozen=True, slots=True)
 class _Costs:
     """Bytes of each part of a plan with batches of ``rows`` samples. The budget plays no role."""
@@ -356,13 +361,18 @@ class _Costs:
             return self.batch
         return sum(aligned(row * self.rows) or LINE for row in self.request.device_leaf_row_bytes)
 
+    def crowds_device(self) -> bool:
+        """Whether too few batches fit there; where a model shares the device, that was looked at with it."""
+        budget = self.request.device_memory
+        return self.request.need is None and budget is not None and DEVICE_BUFFERS * self.device() > budget
+
     def buffers(self) -> int:
         """How many batches lie there: the one that is used, the one that comes next, and if it fits one in between."""
         budget = self.request.device_memory
         if self.request.device_leaf_row_bytes is None:
             return 0
-        if self.request.need is not None:  # the model's need was counted with so many
-            return DEVICE_BUFFERS
+        if self.request.need is not None:
+            return self.request.need.buffers
         return (
             MOST_DEVICE_BUFFERS if budget is None or MOST_DEVICE_BUFFERS * self.device() <= budget else DEVICE_BUFFERS
         )
@@ -490,7 +500,7 @@ def _largest_batch(request: Request, footprint: Footprint, wanted: int) -> int:
 
     def fits(rows: int) -> bool:
         costs = _Costs.of(request, footprint, rows)
-        if request.device_memory is not None and DEVICE_BUFFERS * costs.device() > request.device_memory:
+        if costs.crowds_device():
             return False
         everything = costs.total(wanted, steady)
         if request.num_workers is not None or wanted == 0:
@@ -568,7 +578,7 @@ def _why_largest(costs: _Costs, workers: int) -> str:
         return f"bound by {'a rank that has less room' if request.need.bound == 'ranks' else where}"
     if rows == request.length:
         return "all there is"
-    if request.device_memory is not None and DEVICE_BUFFERS * larger.device() > request.device_memory:
+    if request.device_memory is not None and larger.crowds_device():
         return f"the largest of which {DEVICE_BUFFERS} fit in {format_bytes(request.device_memory)} on the device"
     if workers == 0 and larger.total(0, STEADY_SLOTS) <= request.memory:
         return "stays so until the budget has room for a worker, since a larger one would have to shrink again then"
@@ -577,7 +587,7 @@ def _why_largest(costs: _Costs, workers: int) -> str:
 
 def _device_total(costs: _Costs) -> int:
     need = costs.request.need
-    return 0 if need is None else need.step.with_batches(costs.batch, need.buffers)
+    return 0 if need is None else need.step.with_batches(costs.device(), need.buffers)
 
 
 def _device_table(plan: Plan) -> list[str]:

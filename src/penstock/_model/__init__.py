@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 from penstock._core import machine
 from penstock._core.budget import Size, format_bytes, parse_size
 from penstock._core.errors import BudgetError, said, shown
 from penstock._core.fit import Asked, Need, Step, largest
-from penstock._core.layout import slot_bytes
-from penstock._core.plan import Footprint, Request, solve
+from penstock._core.plan import Footprint, Request, device_batch_bytes, solve
 from penstock._core.spec import Spec
 from penstock._model.inputs import Refused, takes_nothing
 from penstock._model.measured import MARGIN, Batch, measured_module, measured_step
@@ -47,7 +47,7 @@ def with_model(
             most = solve(dataclasses.replace(request, device_memory=None), footprint).batch_size
         except BudgetError:
             return request  # solving it says why
-    search = _Search(asked, spec, budget, most, lambda rows: slot_bytes(footprint.leaf_row_bytes, rows))
+    search = _Search(asked, spec, budget, most, partial(device_batch_bytes, request, footprint))
     need = search.chosen(ranks=ranks) if request.batch_size == "max" else search.checked(most)
     return dataclasses.replace(request, device_memory=budget, need=need)
 
