@@ -100,10 +100,6 @@ class BudgetWarning(UserWarning):
     """The budget is more than there is, or more is used where nothing can hold it: in this process."""
 
 
-class PlaceFull(BudgetError):
-    """A request would fit into its ``Place``, but others use the memory now: try again later."""
-
-
 class LoadError(PenstockError):
     """``load`` raised for one item; ``__cause__`` is the original exception, ``item`` the item."""
 

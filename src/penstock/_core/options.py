@@ -64,10 +64,9 @@ class Options:
     on_device: Cast
     """What is cast on the device."""
     start_method: Literal["fork", "forkserver", "spawn"] | None
+    device_memory: Size | None
     asked: Asked | None
     """The model that a batch has to leave room for."""
-    device_size: Size | None
-    """The budget that the model and its batches share on the device, as it was given."""
     most_slots: int | None = None
     """A limit that an interface above the feed has for the slots."""
 
@@ -231,15 +230,6 @@ def _placed(asked: Asked, to: Any, way: Door) -> Asked:
     in_place = way.convert is not None
     buffers = 1 if to == "numpy" and way.device is None else 2
     return dataclasses.replace(asked, device=device, in_place=in_place, leaf=way.convert, buffers=buffers)
-
-
-def _device_budget(size: Size | None, device: Device | None) -> int | None:
-    if size is None:
-        return None
-    available = device.available_bytes() if device is not None else None
-    if available is None:
-        available = machine.available_bytes()
-    return parse_size(size, available=available, name="device_memory")
 
 
 def _shard(shard: Any) -> tuple[int, int]:
