@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from penstock._core.blocks import Blocks
 from penstock._core.budget import GiB, KiB, MiB
+from penstock._core.cache import Cache, CacheWarning
 from penstock._core.context import WorkerInfo, rng, worker
 from penstock._core.device import Device, HostDevice
 from penstock._core.epoch import Epoch, ResourceHeld
 from penstock._core.errors import (
     BudgetError,
     BudgetWarning,
+    CacheError,
     FeedClosed,
     LeaseError,
     LoadError,
@@ -46,6 +48,9 @@ __all__ = [
     "Blocks",
     "BudgetError",
     "BudgetWarning",
+    "Cache",
+    "CacheError",
+    "CacheWarning",
     "Device",
     "Epoch",
     "Feed",

@@ -1,5 +1,7 @@
 """The live line of one epoch: batches, samples/s, waiting, memory of budget, time left. Runs in the parent.
 
+And a plainer one for a cache that is filled ahead of time.
+
 Owns what the line says and how often; drawing it is tqdm's work, so it takes its place among bars that the user
 has, ``tqdm.write`` goes above it, and in a notebook it is a widget. tqdm is imported when there is something
 to draw: on a stream that is no terminal the wrapper is the epoch's own iterator and costs nothing.
@@ -38,6 +40,30 @@ def progress(
     if not in_notebook and (stream is None or not stream.isatty()):
         return batches
     return _live(feed, batches, total=_length(feed), stream=stream, desc=desc, in_notebook=in_notebook)
+
+
+def counted(steps: Iterable[tuple[int, int]], *, stream: TextIO | None = None, desc: str | None = None) -> int:
+    """Go through steps that are (done, of so many), with a live line about them if ``stream`` is a terminal.
+
+    What was done in the end.
+    """
+    in_notebook = stream is None and "ipykernel.zmqshell" in sys.modules
+    stream = sys.stderr if stream is None else stream
+    shown = in_notebook or (stream is not None and stream.isatty())
+    bar: Any = None
+    done, drawn_s = 0, 0.0
+    try:
+        for done, total in steps:
+            if shown and bar is None:
+                bar = _bar(total, stream=stream, desc=desc, in_notebook=in_notebook, unit="items")
+            if bar is not None and (monotonic() - drawn_s >= _REDRAW_S or done == total):
+                drawn_s = monotonic()
+                bar.update(done - bar.n)
+    finally:
+        if bar is not None:
+            bar.update(done - bar.n)
+            bar.close()
+    return done
 
 
 def _length(feed: Feed) -> int | None:
@@ -86,7 +112,7 @@ def _live(
         bar.close()
 
 
-def _bar(total: int | None, *, stream: TextIO, desc: str | None, in_notebook: bool) -> Any:
+def _bar(total: int | None, *, stream: TextIO, desc: str | None, in_notebook: bool, unit: str = "batches") -> Any:
     if in_notebook:
         with warnings.catch_warnings():
             # Without ipywidgets tqdm.auto draws text, which is right; a warning above it would not be.
@@ -99,7 +125,7 @@ def _bar(total: int | None, *, stream: TextIO, desc: str | None, in_notebook: bo
     tqdm.get_lock()
     # tqdm would start a thread that looks after slow bars; the parent has no thread of ours.
     quiet = type("tqdm", (tqdm,), {"monitor_interval": 0})
-    counts = "{l_bar}{bar}| {n_fmt}/{total_fmt} batches [{elapsed}<{remaining}{postfix}]"
+    counts = f"{{l_bar}}{{bar}}| {{n_fmt}}/{{total_fmt}} {unit} [{{elapsed}}<{{remaining}}{{postfix}}]"
     return quiet(
         total=total,
         desc=f"{desc}: " if desc else None,

@@ -107,6 +107,21 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], dict[str, Any]]] = {
         {"batch_size": 1, "num_workers": 2, "executor": "thread"},
     ),
     "two epochs": (MiB(160), lambda f: (range(1500), load_192k), {"batch_size": 32, "num_workers": 2, "epochs": 2}),
+    "half of it kept": (
+        MiB(192),
+        lambda f: (range(1000), load_192k),
+        {"batch_size": 16, "num_workers": 2, "epochs": 3, "shuffle": True, "cache": "ram"},
+    ),
+    "samples of many sizes kept": (
+        MiB(384),
+        lambda f: (range(300), load_ragged),
+        {"batch_size": 16, "num_workers": 2, "epochs": 2, "collate_fn": "pad", "cache": "ram"},
+    ),
+    "kept by threads": (
+        MiB(128),
+        lambda f: (range(1000), load_192k),
+        {"batch_size": 16, "num_workers": 2, "executor": "thread", "epochs": 2, "cache": "ram"},
+    ),
     "spawn": (
         MiB(256),
         lambda f: (range(1500), load_192k),

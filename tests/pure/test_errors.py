@@ -13,6 +13,7 @@ import penstock
 from penstock._core import errors
 from penstock._core.errors import (
     BudgetError,
+    CacheError,
     FeedClosed,
     LeaseError,
     LoadError,
@@ -32,6 +33,7 @@ EXAMPLES: list[PenstockError] = [
     WorkerLost("gone", item=("a", 1), exitcode=-9),
     LoadTimeout("too long", item=3),
     SpecError("another shape", item={"k": 1}),
+    CacheError("another key"),
     LeaseError("replaced"),
     FeedClosed("closed"),
 ]

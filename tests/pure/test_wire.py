@@ -55,6 +55,20 @@ def test_items_come_out_as_they_went_in(items: list[Any]) -> None:
     assert decode_task(encode_task(task)).items == items
 
 
+@given(st.lists(i64, max_size=20), st.one_of(st.none(), st.lists(i64, min_size=1, max_size=44)), st.booleans())
+def test_what_a_cache_has_comes_out_as_it_went_in(indices: list[int], kept: list[int] | None, scattered: bool) -> None:
+    """There may be more numbers than items, and places of rows beside them; a wrong one would read another's sample."""
+    rows = np.arange(len(indices))[::-1].copy() if scattered else None
+    task = Task(1, 0, 0, 0, 0, 0, np.array(indices, np.int64), ["a"], 0, (3,), rows)
+    task.kept = None if kept is None else np.array(kept, np.int64)
+    again = decode_task(encode_task(task))
+    assert (None if again.kept is None else again.kept.tolist()) == kept
+    assert (None if again.places is None else again.places.tolist()) == (None if rows is None else rows.tolist())
+    assert (again.indices.tolist(), again.barred, again.items) == (indices, (3,), ["a"])
+    for said in (None, "the disk is full", np.arange(3).tobytes()):
+        assert decode_reply(encode_reply(Reply(1, 0, Status.DONE, kept=said))).kept == said
+
+
 def test_indices_that_are_a_slice_of_others_are_sent_right() -> None:
     """The order is computed in blocks, and a task gets a part of one."""
     indices = np.arange(100)[10:40:3]

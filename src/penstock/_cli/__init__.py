@@ -24,6 +24,7 @@ __all__ = ["main", "version"]
 _COMMANDS: Final = {
     "demo": "train a small model from files larger than its memory budget",
     "plan": "what a budget gives: slots, workers, memory, from the form of a sample",
+    "pack": "fill the cache of a feed ahead of time; goes on where it stopped",
     "doctor": "this machine as Penstock sees it, and what would bite",
     "bench": "measure Penstock, and other loaders that are installed, on this machine",
 }

@@ -37,6 +37,8 @@ class Bookmark:
     drawn: int = 0
     """Items that earlier iterations were given: a one-time stream goes on after them."""
     skips_in_a_row: int = 0
+    told: set[str] = dataclasses.field(default_factory=set)
+    """Warnings that were given."""
     resume: tuple[int, int] = (0, 0)
     """Base and inside at which the next iteration begins."""
 

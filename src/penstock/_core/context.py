@@ -13,7 +13,19 @@ import numpy as np
 from penstock._core.errors import PenstockError
 from penstock._core.order import rng_for
 
-__all__ = ["Moment", "WorkerInfo", "asked", "enter", "leave", "restore", "rng", "save", "set_worker", "worker"]
+__all__ = [
+    "Moment",
+    "WorkerInfo",
+    "asked",
+    "drew",
+    "enter",
+    "leave",
+    "restore",
+    "rng",
+    "save",
+    "set_worker",
+    "worker",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +57,10 @@ class Moment:
             self.generator = rng_for(self.seed, self.epoch, self.index)
             self._made_for = self.index
         return self.generator
+
+    def drew(self) -> bool:
+        """Whether this sample has asked for its generator."""
+        return self.generator is not None and self._made_for == self.index
 
 
 class _Context(threading.local):
@@ -87,6 +103,11 @@ def enter(seed: int, epoch: int, index: int) -> Moment:
 def asked() -> bool:
     """Whether the sample that began last asked which worker this is."""
     return _here.moment.asked
+
+
+def drew() -> bool:
+    """Whether the sample that began last asked for its randomness."""
+    return _here.moment.drew()
 
 
 def leave() -> None:

@@ -27,8 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock._core import machine
+from penstock._core.arena import AnyArena
 from penstock._core.batch import Lease, Leases
 from penstock._core.budget import MiB, format_bytes
+from penstock._core.cache import Store
 from penstock._core.crew import Crew
 from penstock._core.errors import (
     BudgetError,
@@ -53,7 +55,7 @@ from penstock._core.program import Probe
 from penstock._core.regions import Regions
 from penstock._core.section import Section
 from penstock._core.stats import Stats
-from penstock._core.task import Failure, Grant, Mode, Reply, Status, Task
+from penstock._core.task import Failure, Grant, Mode, Reply, Shelved, Status, Task
 
 __all__ = ["Chunk", "Engine", "Unit", "error_of"]
 
@@ -62,6 +64,10 @@ Part = slice | npt.NDArray[np.int64]
 
 # A task should take about this long: long against a message (some 20 us), short against a slow item beside it.
 TASK_S: Final = 1e-3
+COPY_TASK_BYTES: Final = 4 * 2**20  # the same for samples that only have to be copied
+# Copying a batch of this size takes about as long as telling a worker to, and being told that it was done.
+NEAR_BYTES: Final = 256 * 2**10
+COPY_S: Final = 1 / 4e9  # seconds a byte, until it is measured
 # Slots that grew stay so until this many batches would have fitted into what was planned.
 SHRINK_AFTER: Final = 32
 MEASURE_S: Final = 0.1  # how often memory is looked at, at most
@@ -117,6 +123,7 @@ class Engine:
         samples_per_item: int | None,
         probe: Probe,
         mixing: Mixing | None = None,
+        cache: Callable[[AnyArena], Store | None] | None = None,
     ) -> None:
         self.crew = crew
         self.plan = plan
@@ -127,6 +134,10 @@ class Engine:
         slots = plan.slots + plan.staging_slots
         self._spare = spare_bytes
         self._regions = Regions(crew.arena, slots, slot_bytes, spare_bytes)
+        # After the slots: where shared memory is short, they come first.
+        self.cache = None if cache is None else cache(crew.arena)
+        self.notices: list[str] = []
+        """What a cache has to say to the user, until somebody does."""
         self._ledger = Ledger(slots)
         self._added = 0
         """Slots that were added because the consumer held all there were."""
@@ -153,6 +164,9 @@ class Engine:
         self._next_task = 1
         self._next_batch = 0
         self._row_s = probe.load_s
+        self._copy_s = COPY_S  # a byte
+        self._gave_at_s = time.perf_counter()
+        self._away_s = 0.0
         self._patience = Patience()
         # What loads in this process hold at once; a worker process is measured instead.
         self._inside_bytes = 0 if crew.pids() else max(1, plan.workers) * probe.sample_bytes
@@ -179,6 +193,8 @@ class Engine:
             self._cancel()
             self._source = units
             self._ahead = ahead
+            if self.cache is not None:
+                self.cache.refresh()
             self.run += 1
             return self.run
 
@@ -211,6 +227,8 @@ class Engine:
 
     def _next_chunk(self, run: int, epoch: int) -> tuple[Unit, Chunk] | None:
         began = time.perf_counter()
+        # How long the consumer was away, the last times more than those before.
+        self._away_s += 0.3 * (began - self._gave_at_s - self._away_s)
         waited = False
         while True:
             with self._lock, self._section:
@@ -220,10 +238,13 @@ class Engine:
                     self._answer_requests()
                 found = self._ready_head(epoch)
                 self._fill(pull=True)
+                if found is None and self.cache is not None:
+                    found = self._ready_head(epoch)  # what was begun just now may have been there already
                 if found is not None:
                     if waited:
                         self.stats.wait_s += time.perf_counter() - began
                     self._measure()
+                    self._gave_at_s = time.perf_counter()
                     return found
                 if (self._units[0].epoch != epoch) if self._units else self._exhausted():
                     if self._broken is not None and not self._units:
@@ -330,8 +351,12 @@ class Engine:
             self._units.clear()
             self.run += 1
             self._measure(now=True)
+            if self.cache is not None and self.cache.in_memory:  # while the arena is there to be given back
+                self.cache.close()
             unused = self._unused() if not self._section.broken else []
             self.crew.close()
+            if self.cache is not None:
+                self.cache.close()
             # A batch that is alive keeps the mapping, which is that of all slots: the others' memory goes now.
             for mapping, start, size in unused:
                 mapping.madvise(mmap.MADV_REMOVE, start, size)
@@ -366,7 +391,11 @@ class Engine:
             if self.mode is Mode.FLOW and self._units and ledger.free < 2:
                 self._prepared.appendleft(unit)  # the last free slot belongs to the unit that is handed out next
                 break
-            self._begin(unit)
+            here = self._copies_here(unit)
+            if here and (self._units or not pull):
+                self._prepared.appendleft(unit)  # copied when it is asked for, it is still warm when it is used
+                break
+            self._begin(unit, here=here)
         if pull and len(self._prepared) < self._ahead and (unit := self._draw(pull, fresh=True)) is not None:
             self._prepared.append(unit)
 
@@ -386,8 +415,33 @@ class Engine:
     def _exhausted(self) -> bool:
         return self._source is None and not self._prepared
 
-    def _begin(self, unit: Unit) -> None:
-        parts = self._parts(unit)
+    def _copies_here(self, unit: Unit) -> bool:
+        """Whether everything is kept in memory, and the consumer had better copy it itself than have it copied.
+
+        That is so for small batches, which are copied in the time that messages take; and for a consumer that needs
+        batches faster than they can be copied: workers would only take turns with it at the same memory.
+        """
+        if self.cache is None or not self.cache.at_hand(unit.indices):
+            return False
+        if not self.plan.workers or self.plan.batch_bytes <= NEAR_BYTES:
+            return True
+        size = len(unit.indices) * self._each * self.plan.sample_bytes
+        return self._away_s < size * self._copy_s
+
+    def _copy_here(self, unit: Unit, chunk: Chunk, kept: Shelved) -> None:
+        assert self.cache is not None
+        began = time.perf_counter()
+        self.cache.copy(kept, *self.crew.arena.window(*self._regions[chunk.slot]))
+        chunk.rows, unit.open = len(unit.indices) * self._each, 0
+        self._copy_s += 0.2 * ((time.perf_counter() - began) / (chunk.rows * self.plan.sample_bytes) - self._copy_s)
+
+    def _begin(self, unit: Unit, *, here: bool) -> None:
+        count = loaded = len(unit.indices)
+        kept: Shelved | None = None
+        if self.cache is not None and (kept := self.cache.look(unit.indices)) is not None:
+            loaded -= self.cache.held(kept)
+            self.stats.cached += (count - loaded) * self._each
+        parts = [slice(0, count)] if here else self._parts(unit, loaded)
         idents = range(self._next_task, self._next_task + len(parts))
         self._next_task += len(parts)
         chunk = self._chunk(idents)
@@ -395,6 +449,10 @@ class Engine:
         unit.open = len(parts)
         self._units.append(unit)
         offset, capacity = self._regions[chunk.slot]
+        if here and kept is not None:
+            self._copy_here(unit, chunk, kept)
+            self._ledger.done(idents[0])
+            return
         for ident, part in zip(idents, parts, strict=True):
             if isinstance(part, slice):
                 items, start, places = None if unit.items is None else unit.items[part], part.start, None
@@ -403,16 +461,21 @@ class Engine:
             indices = unit.indices[part]
             task = Task(ident, chunk.slot, offset, capacity, start * self._each, unit.epoch, indices, items, unit.skip)
             task.places = places
-            self._by_task[ident] = (unit, chunk, len(indices), part)
+            loaded = len(indices)
+            if kept is not None and self.cache is not None:
+                task.kept = kept[part] if self.mode is Mode.ROWS else kept
+                self.cache.begun(ident, indices, task.kept)
+                loaded -= self.cache.held(task.kept)
+            self._by_task[ident] = (unit, chunk, loaded, part)
             self.crew.submit(task)
 
-    def _parts(self, unit: Unit) -> Sequence[Part]:
+    def _parts(self, unit: Unit, loaded: int) -> Sequence[Part]:
         """Which items of a unit each of its tasks has: so many that follow each other, or those of a block."""
         if self._mixing is not None:
             by_block = np.argsort(unit.indices)
             return np.split(by_block, self._mixing.cuts(unit.indices[by_block]))
         count = len(unit.indices)
-        size = count if self.mode is not Mode.ROWS else self._rows_a_task(count)
+        size = count if self.mode is not Mode.ROWS else self._rows_a_task(count, loaded)
         return [slice(start, start + size) for start in range(0, count, size)]
 
     def _chunk(self, tasks: Sequence[int]) -> Chunk:
@@ -420,11 +483,12 @@ class Engine:
         self._next_batch += 1
         return Chunk(batch, self._ledger.begin(batch, tasks), 0, None, ())
 
-    def _rows_a_task(self, count: int) -> int:
-        """Items a task, so that it is worth its message and a slow one holds up little else."""
+    def _rows_a_task(self, count: int, loaded: int) -> int:
+        """Items a task, so that it is worth its message and a slow one holds up little else; so many are loaded."""
         if self.plan.workers <= 1:
             return count
-        size = int(TASK_S / self._row_s) + 1 if self._row_s > 0 else count
+        size = int(TASK_S * count / (self._row_s * loaded)) + 1 if self._row_s > 0 and loaded else count
+        size = min(size, COPY_TASK_BYTES // max(1, self.plan.sample_bytes * self._each) + 1) if not loaded else size
         return count if size > count // 2 else size
 
     # ---- replies
@@ -439,6 +503,8 @@ class Engine:
             return
         unit, chunk, count, part = self._by_task.pop(reply.task)
         unit.open -= 1
+        if self.cache is not None and (told := self.cache.taken(reply.task, reply.kept)) is not None:
+            self.notices.append(told)
         # A worker knows the place of an item in its task only.
         if reply.failures:
             reply.failures = tuple(_moved(failure, part) for failure in reply.failures)
@@ -451,7 +517,8 @@ class Engine:
             self._account(reply.task)
             return
         # Recent tasks count more; the first ones, with cold caches, are soon forgotten.
-        self._row_s = 0.8 * self._row_s + 0.2 * reply.seconds / count
+        if count:
+            self._row_s = 0.8 * self._row_s + 0.2 * reply.seconds / count
         self._finish(unit, chunk, reply, last=True)
 
     def _finish(self, unit: Unit, chunk: Chunk, reply: Reply, *, last: bool) -> None:
@@ -470,6 +537,13 @@ class Engine:
         self._account(reply.task)
         if not last:
             chunk.ready = True
+
+    def _withdraw(self) -> None:
+        for task in self.crew.withdraw():
+            del self._by_task[task]
+            self._account(task)
+            if self.cache is not None:
+                self.cache.withdrawn(task)
 
     def _account(self, task: int) -> None:
         if self._ledger.slot_of(task) is not None:
@@ -547,9 +621,7 @@ class Engine:
             for chunk in unit.chunks:
                 self._ledger.drop(chunk.batch)
             self._prepared.appendleft(Unit(unit.epoch, unit.start, unit.indices, unit.items, unit.skip))
-        for task in self.crew.withdraw():  # perhaps nobody is left to begin them: all workers may wait for room
-            del self._by_task[task]
-            self._account(task)
+        self._withdraw()  # perhaps nobody is left to begin them: all workers may wait for room
 
     def _too_large(self, size: int, room: int) -> BudgetError:
         # What a worker takes before it loads anything differs from start to start, by less than this.
@@ -646,9 +718,7 @@ class Engine:
         self._settle()
         self._ledger.linger()
         self._ledger.cancel()
-        for task in self.crew.withdraw():
-            del self._by_task[task]
-            self._account(task)
+        self._withdraw()
         self._answer_requests()
 
     def _check_process(self) -> None:
@@ -696,7 +766,8 @@ class Engine:
         if not now and moment < self._measure_at_s:
             return
         stats = self.stats
-        stats.arena_bytes = self.crew.arena.resident_bytes()
+        stats.cache_bytes, counted = (0, 0) if self.cache is None else self.cache.resident_bytes()
+        stats.arena_bytes = max(0, self.crew.arena.resident_bytes() - counted)
         stats.worker_bytes = self._inside_bytes
         if self._kept is not None:
             stats.worker_bytes += self._kept.bytes
@@ -708,7 +779,7 @@ class Engine:
             risen.append(most - own)
         # What each rose to in between is known, whether together is not: one surely did, of the others half is counted.
         most_risen = max(risen, default=0)
-        used = stats.arena_bytes + stats.worker_bytes
+        used = stats.arena_bytes + stats.worker_bytes + stats.cache_bytes
         together = used + most_risen + (sum(risen) - most_risen) // 2
         # A worker that was replaced is not there any more, and was as large as it says.
         stats.peak_bytes = max(stats.peak_bytes, together, used + self.crew.retired_bytes)

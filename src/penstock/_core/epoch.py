@@ -19,6 +19,7 @@ import optree
 from penstock._core import context
 from penstock._core.batch import Assembler, nbytes_of, packed_batch, rows_batch
 from penstock._core.bookmark import Bookmark
+from penstock._core.cache import CacheWarning
 from penstock._core.delivery import Delivery
 from penstock._core.engine import Chunk, Engine, Unit, error_of
 from penstock._core.errors import LoadError, SpecError, said, shown
@@ -148,6 +149,8 @@ class Epoch:
                 self.complete = True
                 raise StopIteration
             unit, chunk = found
+            if engine.notices:
+                self._tell(engine.notices)
             self._note_failures(unit, chunk)
             if engine.mode is Mode.WHOLE:
                 return self._collated(unit, chunk)
@@ -289,6 +292,13 @@ class Epoch:
                 ResourceHeld,
                 stacklevel=users_level(),
             )
+
+    def _tell(self, notices: list[str]) -> None:
+        while notices:
+            notice = notices.pop(0)
+            if notice not in self._place.told:
+                self._place.told.add(notice)
+                warnings.warn(notice, CacheWarning, stacklevel=users_level())
 
     # ---- what cannot be handed out as it lies
 

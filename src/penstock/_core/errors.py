@@ -13,6 +13,7 @@ from typing import Any, Final
 __all__ = [
     "BudgetError",
     "BudgetWarning",
+    "CacheError",
     "FeedClosed",
     "LeaseError",
     "LoadError",
@@ -126,6 +127,10 @@ class SpecError(PenstockError, ValueError):
     def __init__(self, message: str, *, item: Any = None) -> None:
         super().__init__(message)
         self.item = item
+
+
+class CacheError(PenstockError):
+    """A folder cannot serve as the cache: it holds something else, or is not what it should be."""
 
 
 class LeaseError(PenstockError):

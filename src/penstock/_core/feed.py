@@ -23,6 +23,7 @@ from penstock._core import machine
 from penstock._core.blocks import Blocks
 from penstock._core.bookmark import VERSION, Bookmark, check_saved, write_skipped
 from penstock._core.budget import Size, format_bytes, parse_size
+from penstock._core.cache import Cache
 from penstock._core.device import Device
 from penstock._core.engine import Engine
 from penstock._core.epoch import Epoch
@@ -32,6 +33,7 @@ from penstock._core.fit import Asked
 from penstock._core.items import Stream
 from penstock._core.launch import Launched, launch
 from penstock._core.options import OnError, Options, check_count
+from penstock._core.pack import pack
 from penstock._core.plan import Footprint, Plan, Request, solve
 from penstock._core.schedule import Schedule
 from penstock._core.spec import AnyCast, Spec, row_bytes, split_cast
@@ -48,7 +50,8 @@ _live: weakref.WeakSet[Feed] = weakref.WeakSet()
 def _available() -> int:
     """Memory that nobody uses and no other feed of this process was promised."""
     promised = sum(
-        max(0, feed._options.memory - feed._stats.arena_bytes - feed._stats.worker_bytes) for feed in list(_live)
+        max(0, feed._options.memory - stats.arena_bytes - stats.worker_bytes - stats.cache_bytes)
+        for feed, stats in ((feed, feed._stats) for feed in list(_live))
     )
     available = machine.available_bytes()
     # A feed that was promised more than there is does not leave the next one with nothing.
@@ -98,7 +101,7 @@ class Feed:
         on_error: OnError = "raise",
         timeout: float | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = None,
-        cache: str | os.PathLike[str] | None = None,
+        cache: str | os.PathLike[str] | Cache | None = None,
         to: str | Device = "numpy",
         device_memory: Size | None = None,
         model: Any = None,
@@ -124,10 +127,10 @@ class Feed:
             timeout=timeout,
             shard=shard,
             to=to,
+            cache=cache,
             start_method=start_method,
             device_memory=device_memory,
             asked=Asked.checked(model, optimizer, loss, train=train),
-            unbuilt={"cache": cache},
         )
         self._schedule = Schedule(options)
         self._place = Bookmark(options.world)
@@ -206,6 +209,22 @@ class Feed:
         from penstock.progress import progress
 
         return progress(self, desc=desc)
+
+    def pack(self, desc: str | None = None) -> int:
+        """Fill the cache now, with a live line on terminals; how many items it keeps then.
+
+        Goes on where an earlier one stopped, for whatever reason. Ends the iteration that is going on.
+        """
+        from penstock.progress import counted
+
+        if self._options.cache is None:
+            raise ValueError('pack fills a cache, and this feed has none: give cache="ram", or a folder')
+        if self._closed:
+            raise FeedClosed("the feed was closed: make a new one to go on")
+        self._end_current()
+        if self._schedule.is_empty():
+            return 0
+        return counted(pack(self._prepare(), self._schedule, self._place, self._stats), desc=desc)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch, from its start."""

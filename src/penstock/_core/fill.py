@@ -22,7 +22,8 @@ import numpy as np
 import optree
 
 from penstock._core import context, machine
-from penstock._core.errors import SpecError, shown
+from penstock._core.cache import NEVER, Form, items_first
+from penstock._core.errors import CacheError, SpecError, said, shown
 from penstock._core.layout import Layout, aligned
 from penstock._core.line_reader import Unread
 from penstock._core.npy import read_npy
@@ -43,7 +44,7 @@ from penstock._core.spec import (
     is_node,
     store,
 )
-from penstock._core.task import Failure, Grant, Mode, Reply, Status, Task
+from penstock._core.task import LOAD, Failure, Grant, Mode, Reply, Status, Task, keep_at
 
 __all__ = [
     "Afresh",
@@ -179,10 +180,16 @@ class Filler:
         self._columns: dict[int, list[Array]] = {}
         self._kept: dict[tuple[int, int], Any] = {}
         self._trees: dict[optree.PyTreeSpec, bytes] = {}
+        self._shelf: Any = None
+        self._passed: frozenset[int] = frozenset()
+        """Places of items of this task that came from the cache."""
+        self._records: Any = None
+        """What the cache has of this task's items, where samples vary in size."""
 
-    def configure(self, spec: Spec, rows: int) -> None:
-        """The form of a sample and the rows of a slot are decided."""
+    def configure(self, spec: Spec, rows: int, cache: Form | None = None) -> None:
+        """The form of a sample and the rows of a slot are decided, and where samples are kept."""
         self._layout = Layout.of(spec, rows)
+        self._shelf = None if cache is None else cache.open(self.memory)
         self._columns.clear()
         self._plain = _plain(self.program, spec)
 
@@ -190,6 +197,9 @@ class Filler:
         """Let go of the slots and of what was kept: a feed that is closed may be held for its numbers."""
         self._columns.clear()
         self._kept.clear()
+        if self._shelf is not None:
+            self._shelf.close()
+            self._shelf = None
 
     def probe(self, task: Task, gauge: Gauge) -> Probe | None:
         """Load a few items and say what a sample looks like and costs; what was loaded is used again.
@@ -212,6 +222,7 @@ class Filler:
         loaded: list[tuple[int, Any]] = []
         spec = program.load.spec if isinstance(program.load, Into) else None
         packed = peak = 0
+        random = False
         for ordinal, item in self._each(task):
             wall, cpu, gave_way = time.perf_counter(), time.process_time(), _gave_way()
             samples: list[Any] = []
@@ -220,6 +231,7 @@ class Filler:
                 continue
             sample = samples[0]
             loaded.append((ordinal, item))
+            random = random or context.drew()
             wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
             # Off the processor without having asked for it: the machine is busy, which is not the load's doing.
             costs.append((wall_s, cpu_s if _gave_way() > gave_way else wall_s))
@@ -243,7 +255,8 @@ class Filler:
         ratio = None
         if loaded and gauge.apart:
             load_s, cpu_s, ratio = self._pace(task, loaded, load_s, cpu_s)
-        return Probe(spec, packed, load_s, cpu_s, self._load_bytes(peak, spec, exact=gauge.apart), idle, ratio)
+        load_bytes = self._load_bytes(peak, spec, exact=gauge.apart)
+        return Probe(spec, packed, load_s, cpu_s, load_bytes, idle, ratio, random)
 
     def _pace(
         self, task: Task, loaded: list[tuple[int, Any]], load_s: float, cpu_s: float
@@ -309,7 +322,11 @@ class Filler:
         failures: list[Failure] = []
         self._first = task.first
         try:
-            if self.program.mode is Mode.ROWS:
+            if task.kept is not None and self.program.mode is not Mode.ROWS:
+                self._records = self._shelf.records(task.kept, len(task.indices))
+            if self.program.mode is Mode.ROWS and task.kept is not None:
+                self._fill_some(task, reply, failures)
+            elif self.program.mode is Mode.ROWS:
                 self._fill_rows(task, reply, failures)
             elif self.program.mode is Mode.WHOLE:
                 yield from self._fill_whole(task, reply)
@@ -329,11 +346,67 @@ class Filler:
                 failures.clear()  # all of it is done again
         finally:
             context.leave()
+        if self._records is not None:
+            reply.kept, self._records = self._records.kept(), None
         reply.failures = tuple(failures)
         reply.seconds = time.perf_counter() - started
         return reply
 
     # ---- rows
+
+    def _fill_some(self, task: Task, reply: Reply, failures: list[Failure]) -> None:
+        """Copy what the cache has, load the rest, and give the cache what it wants of that."""
+        kept = task.kept
+        assert kept is not None
+        each = self.program.samples_per_item or 1
+        columns = [items_first(column, each) for column in self._slot(task.offset)]
+        at = task.start // each + np.arange(len(kept)) if task.places is None else task.places
+        held = np.flatnonzero(kept >= 0)
+        unread: str | None = None
+        if len(held):
+            try:
+                self._shelf.read(kept[held], columns, at[held])
+            except (OSError, CacheError) as error:  # the folder was taken away, say: everything can be loaded again
+                held, unread = held[:0], said(error)
+            if len(held) == len(kept):
+                return
+        reply.kept = unread
+        drew: set[int] = set()
+        beat, last = self.beat, -1
+
+        def watch(ordinal: int) -> None:
+            # An item begins: what the one before it asked for is still known.
+            nonlocal last
+            if last >= 0 and context.drew():
+                drew.add(last)
+            last = ordinal
+            beat(ordinal)
+
+        self._passed, self.beat = frozenset(held.tolist()), watch
+        try:
+            self._fill_rows(task, reply, failures)
+        finally:
+            self._passed, self.beat = frozenset(), beat
+        if last >= 0 and context.drew():
+            drew.add(last)
+        if unread is not None:
+            return
+        # Of those that another worker loaded before it gave up nobody knows whether they were random.
+        lost = {failure.ordinal for failure in failures} | set(task.barred) | set(range(task.first))
+        # A text that does not fit into its cell travels beside the slot, and is not in the row.
+        if reply.body:
+            ordinals = {row: ordinal for ordinal, row in enumerate(at.tolist())}
+            lost.update(ordinals[row // each] for row, *_ in reply.body)
+        wanted = np.array([o for o in np.flatnonzero(kept < LOAD).tolist() if o not in lost | drew], np.int64)
+        numbers = np.full(len(kept), LOAD)
+        numbers[list(drew)] = NEVER
+        try:
+            if len(wanted):
+                numbers[wanted] = self._shelf.write(keep_at(kept[wanted]), columns, at[wanted])
+        except (OSError, CacheError) as error:  # the disk is full, say: the samples are right all the same
+            reply.kept = said(error)
+            return
+        reply.kept = numbers.tobytes()
 
     def _fill_rows(self, task: Task, reply: Reply, failures: list[Failure]) -> None:
         program = self.program
@@ -343,8 +416,11 @@ class Filler:
         row = task.start
         if program.load is None:
             assert program.reader is not None
-            if task.places is not None:
-                read = partial(_scatter, program.reader, task.indices, columns, task.places, spec.leaves)
+            if task.places is not None or self._passed:
+                left = np.array([o for o in range(len(task.indices)) if o not in self._passed])
+                left = left[np.argsort(task.indices[left])]
+                rows = left + row if task.places is None else task.places[left]
+                read = partial(_scatter, program.reader, task.indices[left], columns, rows, spec.leaves)
             else:
                 out = [column[row : row + len(task.indices)] for column in columns]
                 read = partial(program.reader.read_into, task.indices, out, spec.leaves)
@@ -412,7 +488,8 @@ class Filler:
         # One array straight from its file needs no memory in between, if it is what the first one was.
         reads_npy = load is np.load and len(columns) == 1
         rows = range(task.start, task.start + len(indices)) if task.places is None else task.places.tolist()
-        for ordinal, (item, row) in enumerate(zip(self._items(task), rows, strict=True)):
+        for ordinal, item in enumerate(self._items(task)) if not self._passed else self._left(task):
+            row = rows[ordinal]
             beat(ordinal)
             moment.index = indices[ordinal]
             sample, made = None, False
@@ -649,7 +726,7 @@ class Filler:
 
     def _each(self, task: Task) -> Iterator[tuple[int, Any]]:
         """The items with their places, each noted in the worker's record before it is tried."""
-        for ordinal, item in enumerate(self._items(task)):
+        for ordinal, item in enumerate(self._items(task)) if not self._passed else self._left(task):
             if ordinal >= task.first and ordinal not in task.barred:
                 self.beat(ordinal)
                 yield ordinal, item
@@ -660,7 +737,19 @@ class Filler:
         assert self.program.reader is not None
         return self.program.reader.read(task.indices)
 
+    def _left(self, task: Task) -> Iterator[tuple[int, Any]]:
+        """The items that did not come from the cache, with their places in the task."""
+        if task.items is not None:
+            return ((ordinal, item) for ordinal, item in enumerate(self._items(task)) if ordinal not in self._passed)
+        left = [ordinal for ordinal in range(len(task.indices)) if ordinal not in self._passed]
+        assert self.program.reader is not None
+        return zip(left, self.program.reader.read(task.indices[left]), strict=True)
+
     def _samples(self, task: Task, ordinal: int, item: Any) -> Iterator[Any]:
+        made = self._made(task, ordinal, item)
+        return made if self._records is None else self._records.samples(ordinal, made)
+
+    def _made(self, task: Task, ordinal: int, item: Any) -> Iterator[Any]:
         program = self.program
         context.enter(program.seed, task.epoch, int(task.indices[ordinal]))
         if type(item) is Unread:

@@ -29,6 +29,7 @@ class Picker:
     def __init__(self, items: Any) -> None:
         self._items = items.iloc if hasattr(items, "iloc") else items  # pandas looks up labels, not places
         self._array = isinstance(items, np.ndarray)
+        self.raw = items
         self.length = len(items)
 
     def __call__(self, indices: npt.NDArray[np.int64]) -> list[Any]:
@@ -39,6 +40,8 @@ class Picker:
             picked = self._items[indices]
             return picked.tolist() if picked.ndim == 1 and picked.dtype.kind in "biufcSU" else list(picked)
         items = self._items
+        if type(items) is range and items and max(abs(items[0]), abs(items[-1])) < 2**62:
+            return list((indices * items.step + items.start).tolist())
         return [items[i] for i in indices.tolist()]
 
     def kinds(self) -> set[type[Any]] | None:

@@ -37,6 +37,7 @@ from penstock._core.sharing import obstacle_to_threads, unchanging_kind
 from penstock._core.source import Scatters
 from penstock._core.spec import Cast, Spec, row_bytes
 from penstock._core.stats import Stats
+from penstock._core.store import Keeping
 from penstock._core.task import Mode, Task
 from penstock._core.wire import dump_items
 
@@ -83,6 +84,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
     program = _program(options, inside, tries_threads=obstacle is None)
     crew: Crew | None = None
     delivery: Delivery | None = None
+    engine: Engine | None = None
     planner = _Planner(options, schedule, program, _item_bytes(options, schedule, epoch, base), obstacle)
     try:
         if program.load is None and options.collate is None:
@@ -95,6 +97,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             probe = _probe(options, schedule, crew, epoch, base)
         if options.lines is not None:  # the probe reads a few lines, a task a block of them
             probe = dataclasses.replace(probe, load_bytes=probe.load_bytes + READ_BYTES)
+        planner.keeping = keeping = Keeping.of(options, schedule, program, probe)
         if options.blocks is not None:
             plan, slot_size = planner.mix(probe, crew, options.blocks)
         else:
@@ -108,6 +111,9 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
         # What the plan leaves is given to those who may turn out to need more: workers whose loads differ, and half of
         # it to slots whose batches do.
         spare = plan.free_bytes // 2 if program.collate is not None else 0
+        rows = plan.batch_size * plan.batches_per_slot
+        layout = Layout.of(probe.spec, rows)
+        cache = keeping.maker(options, schedule, program, probe=probe, plan=plan, layout=layout)
         engine = Engine(
             crew,
             plan,
@@ -117,23 +123,26 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             samples_per_item=options.each,
             probe=probe,
             mixing=schedule.mixing,
+            cache=cache,
         )
         engine.stats = stats
         growth = plan.worker_bytes - probe.process_bytes + (plan.free_bytes - spare) // max(1, plan.workers)
-        rows = plan.batch_size * plan.batches_per_slot
         # A worker that collates holds the samples of a batch and the result.
         load_bytes = probe.load_bytes + (2 * plan.batch_bytes if program.mode is Mode.WHOLE else 0)
-        crew.start(Setup(probe.spec, rows, plan.workers, max(0, growth), load_bytes))
+        kept = None if engine.cache is None else engine.cache.form
+        crew.start(Setup(probe.spec, rows, plan.workers, max(0, growth), load_bytes, kept))
         delivery = _delivery(options, program, plan, probe)
         if delivery is not None:
             plan = dataclasses.replace(plan, notes=(*plan.notes, *delivery.pin(engine.addresses())))
     except BaseException:
         if delivery is not None:
             delivery.close()
-        if crew is not None:
+        if engine is not None:
+            engine.close()
+        elif crew is not None:
             crew.close()
         raise
-    return Launched(options, engine, plan, program, Layout.of(probe.spec, rows), planner.cut(plan), delivery)
+    return Launched(options, engine, plan, program, layout, planner.cut(plan), delivery)
 
 
 def _delivery(options: Options, program: Program, plan: Plan, probe: Probe) -> Delivery | None:
@@ -272,6 +281,8 @@ class _Planner:
         self._schedule = schedule
         self._program = program
         self._item_bytes = item_bytes
+        self.keeping = Keeping(None)
+        """How samples are kept, once it is known what they are."""
         self._window = schedule.window or _window(options.memory, item_bytes)
 
     def _device_rows(self, probe: Probe, rows: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -355,6 +366,9 @@ class _Planner:
             device_leaf_row_bytes=self._device_rows(probe, rows),
             length=self._schedule.samples,
             most_slots=options.most_slots,
+            cache=self.keeping.takes_rest,
+            worth=self.keeping.worth,
+            index_bytes=self.keeping.index_bytes,
         )
         if options.asked is not None and crew is not None:
             from penstock._model import with_model
@@ -387,6 +401,7 @@ class _Planner:
             total_bytes=plan.total_bytes + kept_bytes,
             notes=notes,
         )
+        plan = self.keeping.planned(plan)
         return plan, slot_bytes(rows, plan.batch_size * plan.batches_per_slot)
 
     def _isolated(self, mixing: Mixing | None) -> str:

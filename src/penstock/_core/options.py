@@ -17,6 +17,7 @@ import numpy as np
 from penstock._core import machine
 from penstock._core.blocks import Blocks
 from penstock._core.budget import Size, parse_size
+from penstock._core.cache import Cache, sort_out_cache
 from penstock._core.device import Device, Door, door
 from penstock._core.errors import shown
 from penstock._core.fit import Asked
@@ -63,6 +64,7 @@ class Options:
     """What batches may take there, where no model shares it with them."""
     on_device: Cast
     """What is cast on the device."""
+    cache: Literal["ram"] | Cache | None
     start_method: Literal["fork", "forkserver", "spawn"] | None
     device_memory: Size | None
     asked: Asked | None
@@ -91,9 +93,9 @@ class Options:
         shard: Any,
         to: Any,
         device_memory: Size | None,
+        cache: Any,
         start_method: Any,
         asked: Asked | None,
-        unbuilt: Mapping[str, Any],
     ) -> Options:
         """The options of these arguments; TypeError or ValueError says what is wrong and what to give."""
         kind = sort_out(items, load)
@@ -109,9 +111,6 @@ class Options:
             raise ValueError(f'on_error={on_error!r} is not known: give "raise", "skip" or penstock.Retry(n)')
         if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
             raise TypeError(f"seed={seed!r} must be an int")
-        for name, value in unbuilt.items():
-            if value is not None:
-                raise NotImplementedError(f"{name} is part of the contract but not built yet: leave it out for now")
         if isinstance(collate_fn, str):
             _check_choice("collate_fn", collate_fn, ("pad", "list"))
         elif collate_fn is not None and not callable(collate_fn):
@@ -142,6 +141,8 @@ class Options:
         elif not isinstance(shuffle, bool | np.bool_):
             raise TypeError(f"shuffle={shuffle!r} must be True, False or penstock.Blocks(...)")
         way = door(to, casts=on_device is not None)
+        kept = sort_out_cache(cache)
+        _check_cache(kept, kind, collate_fn, samples_per_item, batch_size)
         return cls(
             items=kind,
             load=load,
@@ -164,10 +165,16 @@ class Options:
             device=way.device,
             device_budget=None if asked is not None else _device_budget(device_memory, way.device),
             on_device=on_device,
+            cache=kept,
             start_method=start_method,
             device_memory=device_memory,
             asked=None if asked is None else _placed(asked, to, way),
         )
+
+    def with_cache(self, cache: Cache) -> Options:
+        """The same with another cache."""
+        _check_cache(cache, self.items, self.collate, self.each, self.batch_size)
+        return dataclasses.replace(self, cache=cache)
 
     @property
     def source(self) -> Source | None:
@@ -323,6 +330,27 @@ def _check_dtype(dtype: Any) -> None:
         known = False
     if not known:
         raise TypeError(f"cast={dtype!r} is not a dtype that a batch can have: give 'float16' or 'bfloat16', say")
+
+
+def _check_cache(cache: Any, items: Any, collate: Any, each: int | None, batch_size: Any) -> None:
+    if cache is not None and isinstance(items, Stream):
+        raise TypeError(
+            "cache needs items that can be found again, and those of a stream come once and have no number: give a "
+            "sequence of items (list(stream), if that is finite), or leave cache out"
+        )
+    if not isinstance(cache, Cache):
+        return
+    if collate is not None or each is None:
+        raise TypeError(
+            f"cache={os.fspath(cache.folder)!r} keeps samples of one shape, as rows of .npy files, and with "
+            f"{'collate_fn' if collate is not None else 'samples_per_item=None'} samples may have any: use "
+            'cache="ram", or make samples of one shape in load'
+        )
+    if each > 1 and (batch_size == "max" or batch_size % each):
+        raise ValueError(
+            f"a cache on disk keeps items whole, so with samples_per_item={each} batch_size must be a multiple of "
+            f'{each}, not {batch_size!r}: change it, or use cache="ram"'
+        )
 
 
 def _check_into(load: Any, cast: Any, collate: Any, each: int | None) -> None:

@@ -47,8 +47,11 @@ LEAN_WORKER_BYTES: Final = 12 * 2**20
 TEMPLATE_BYTES: Final = 24 * 2**20
 # The touched part of a thread's stack, and its share of malloc's arenas.
 THREAD_BYTES: Final = 256 * 2**10
-# Where a cached sample lies: an entry of a dict and an int.
-CACHE_ENTRY_BYTES: Final = 128
+# Of what the plan leaves, the cache does not take this part, for loads may turn out larger; and where samples vary in
+# size, as they are sure to, not this one.
+CACHE_LEAVES: Final = 8
+CACHE_LEAVES_VARYING: Final = 2
+PAGE_TABLE_SHARE: Final = 512  # every process that uses a page has eight bytes in its page tables for its 4096
 
 # A load that is faster than this is worth a worker only if a slot holds many: what goes to and fro for a slot costs as
 # much as this much work, of which writing samples is a part.
@@ -72,6 +75,7 @@ MOST_GROUP: Final = 16
 GROUPED_BYTES: Final = 8 * 2**20  # of all slots together: a slot stays about as large as a core's cache
 GROUP_S: Final = 1e-3
 LARGE_ROWS: Final = 1024  # of a batch that is as large as it can be, before it is known how large that is
+KEPT_GROUP_S: Final = 20e-3  # where all samples are kept, so that it takes so long in the first epoch only
 DEVICE_BUFFERS: Final = 2  # one that is computed on, one that is copied into
 # A loop lets go of a batch only after it got the next one: with a third the one after that is copied meanwhile.
 MOST_DEVICE_BUFFERS: Final = 3
@@ -155,6 +159,10 @@ class Request:
     """Samples in all, if that is known."""
     cache: bool = False
     """Keep loaded samples in what the budget leaves."""
+    worth: int | None = None
+    """Samples in all that are worth keeping, if not as many as ``length``."""
+    index_bytes: int = 0
+    """What the cache has to remember of all items together, if there is room."""
     groups: bool = False
     """Small batches may share a slot."""
     most_slots: int | None = None
@@ -299,11 +307,7 @@ def solve(request: Request, footprint: Footprint) -> Plan:
     if request.groups:
         costs = _grouped(costs, workers, slots)
     total = costs.total(workers, slots)
-    cached = 0
-    if request.cache and footprint.sample_bytes:
-        cached = (request.memory - total) // (footprint.sample_bytes + CACHE_ENTRY_BYTES)
-        cached = cached if request.length is None else min(cached, request.length)
-    cache_bytes = cached * (footprint.sample_bytes + CACHE_ENTRY_BYTES)
+    cached, cache_bytes = _cache(request, footprint, workers, request.memory - total)
     return Plan(
         memory=request.memory,
         sample_bytes=footprint.sample_bytes,
@@ -334,6 +338,23 @@ def solve(request: Request, footprint: Footprint) -> Plan:
 def device_batch_bytes(request: Request, footprint: Footprint, rows: int) -> int:
     """Bytes of a batch of so many samples on the device."""
     return _Costs.of(request, footprint, rows).device()
+
+
+def _cache(request: Request, footprint: Footprint, workers: int, free: int) -> tuple[int, int]:
+    """Samples that are kept, and the bytes for them."""
+    if not request.cache or not footprint.sample_bytes:
+        return 0, 0
+    processes = 1 + (workers if request.executor == "process" else 0)
+    each = footprint.sample_bytes + -(-footprint.sample_bytes * processes // PAGE_TABLE_SHARE)
+    varies = request.whole or request.staged
+    room = free - free // (CACHE_LEAVES_VARYING if varies else CACHE_LEAVES)
+    index = min(request.index_bytes, room // CACHE_LEAVES)
+    cached = (room - index) // each
+    worth = request.length if request.worth is None else request.worth
+    if worth is None or cached < worth:
+        return cached, cached * each + index
+    # Where samples vary, those that were not measured may be larger.
+    return worth, room if varies else worth * each + index
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,8 +497,12 @@ def _grouped(costs: _Costs, workers: int, slots: int) -> _Costs:
     request = costs.request
     most = MOST_GROUP if request.length is None else min(MOST_GROUP, request.length // (costs.rows * FEWEST_SLOTS))
 
+    worth = request.length if request.worth is None else request.worth
+    kept, _ = _cache(request, costs.footprint, workers, request.memory - costs.total(workers, slots))
+    patience_s = KEPT_GROUP_S if worth is not None and kept >= worth else GROUP_S
+
     def fits(group: int) -> bool:
-        if group > 1 and group * costs.rows * costs.footprint.load_s > GROUP_S:
+        if group > 1 and group * costs.rows * costs.footprint.load_s > patience_s:
             return False
         larger = replace(costs, group=group)
         return larger.arena(slots) <= GROUPED_BYTES and larger.total(workers, slots) <= request.memory
@@ -566,7 +591,8 @@ def _notes(costs: _Costs, wish: tuple[int, str], rung: tuple[int, int], *, cache
     if request.staged:
         yield "items give varying numbers of samples: as many slots again hold those that wait for their batch"
     if request.cache:
-        of = "" if request.length is None else f" of {request.length:,}"
+        worth = request.length if request.worth is None else request.worth
+        of = "" if worth is None else f" of {worth:,}"
         yield f"cache: {_count(cached, 'sample')}{of}, in what the rest leaves"
 
 

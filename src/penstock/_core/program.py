@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import optree
 
+from penstock._core.cache import Form
 from penstock._core.errors import SpecError
 from penstock._core.source import Reader
 from penstock._core.spec import NAMESPACE, Array, Cast, Spec, as_array, flatten
@@ -212,6 +213,8 @@ class Setup:
     """How far a worker process may grow above what it is when idle; 0: as it likes."""
     load_bytes: int = 0
     """What a load takes of that."""
+    cache: Form | None = None
+    """Where samples are kept, if they are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -227,6 +230,8 @@ class Probe:
     process_bytes: int
     side_by_side: float | None = None
     """Time of two loads in threads at once over that of one; None if that was not tried."""
+    random: bool = False
+    """Whether load asked for randomness."""
 
     @property
     def sample_bytes(self) -> int:

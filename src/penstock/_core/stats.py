@@ -26,13 +26,17 @@ class Stats:
     wait_s: float = 0.0
     """Seconds that the consumer waited for a batch."""
     peak_bytes: int = 0
-    """Most memory that was seen in use by arena and workers together."""
+    """Most memory that was seen in use by arena, workers and cache together."""
     arena_bytes: int = 0
     """Memory of the arena when last looked at."""
     worker_bytes: int = 0
     """Memory of template and workers when last looked at, shared pages counted in proportion."""
     measure_s: float = 0.0
     """Seconds of processor time that looking at memory took, in this process and in workers."""
+    cache_bytes: int = 0
+    """Memory of samples that are kept (``cache="ram"``) when last looked at."""
+    cached: int = 0
+    """Samples that came from the cache and were not loaded."""
     restarts: int = 0
     """Workers that died and were replaced."""
     copied: int = 0

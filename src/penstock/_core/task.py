@@ -9,12 +9,26 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, overload
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Busy", "Failure", "Grant", "Mode", "Reply", "Status", "Task"]
+__all__ = ["LOAD", "Busy", "Failure", "Grant", "Mode", "Reply", "Shelved", "Status", "Task", "keep_at"]
+
+Shelved = npt.NDArray[np.int64]
+"""For each item of a task where a cache has it: 0 or more, or ``LOAD``, or ``keep_at(place)``."""
+LOAD: Final = -1
+"""It has to be loaded, and is not kept."""
+
+
+@overload
+def keep_at(place: int) -> int: ...
+@overload
+def keep_at(place: Shelved) -> Shelved: ...
+def keep_at(place: int | Shelved) -> int | Shelved:
+    """It has to be loaded, and is to be kept at this place; and back from that to the place."""
+    return LOAD - 1 - place
 
 
 class Mode(enum.IntEnum):
@@ -71,6 +85,8 @@ class Task:
     """Places of items that must not be tried again: they killed their worker, or took too long."""
     places: npt.NDArray[np.int64] | None = None
     """For each item its place in the unit, where they do not follow each other from ``start`` on."""
+    kept: Shelved | None = None
+    """Where a cache has the samples or wants them; None if there is none, or if it has no part in this task."""
     first: int = 0
     """Items before this place are done: a worker that had no room for the next one wrote them (ROWS)."""
     handed: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -132,3 +148,5 @@ class Reply:
     """DONE: None, or texts that did not fit / the shape of a collated batch. FAILED: a Failure. PROBED: a Probe."""
     failures: tuple[Failure, ...] = ()
     """Items that were left out because on_error says so."""
+    kept: bytes | str | None = None
+    """What a cache has now: a number for each item, as it stands in the task's ``kept``; or why nothing was kept."""

@@ -28,7 +28,7 @@ __all__ = [
     "ident_of",
 ]
 
-_TASK: Final = struct.Struct("<QIIQQIqIBIBI")
+_TASK: Final = struct.Struct("<QIIQQIqIBIBII")
 _REPLY: Final = struct.Struct("<QHBQd")
 _NOTICE: Final = struct.Struct("<B5q")
 
@@ -60,11 +60,13 @@ def encode_task(task: Task) -> bytes:
         len(task.barred),
         task.places is not None,
         task.first,
+        0 if task.kept is None else len(task.kept),
     )
     places = task.places.tobytes() if task.places is not None else b""
     body = dump_items(task.items) if task.items is not None else b""
     barred = np.array(task.barred, np.int64).tobytes() if task.barred else b""
-    return b"".join((head, task.indices.tobytes(), places, barred, body))
+    kept = task.kept.tobytes() if task.kept is not None else b""
+    return b"".join((head, task.indices.tobytes(), places, barred, kept, body))
 
 
 def ident_of(data: bytes) -> int:
@@ -88,6 +90,7 @@ def decode_task(data: bytes) -> Task:
         bars,
         has_places,
         first,
+        shelved,
     ) = _TASK.unpack_from(data)
     at = _TASK.size + 8 * count
     indices = np.frombuffer(data, np.int64, count, _TASK.size)
@@ -96,17 +99,19 @@ def decode_task(data: bytes) -> Task:
         places = np.frombuffer(data, np.int64, count, at)
         at += 8 * count
     barred = tuple(np.frombuffer(data, np.int64, bars, at).tolist()) if bars else ()
-    items = pickle.loads(memoryview(data)[at + 8 * bars :]) if has_items else None
-    return Task(ident, slot, offset, capacity, start, epoch, indices, items, skip, barred, places, first)
+    at += 8 * bars
+    kept = np.frombuffer(data, np.int64, shelved, at) if shelved else None
+    items = pickle.loads(memoryview(data)[at + 8 * shelved :]) if has_items else None
+    return Task(ident, slot, offset, capacity, start, epoch, indices, items, skip, barred, places, kept, first)
 
 
 def encode_reply(reply: Reply) -> bytes:
     """A reply as bytes; errors that cannot be pickled are replaced by one that says what they were."""
     head = _REPLY.pack(reply.task, reply.worker, reply.status, reply.rows, reply.seconds)
-    if reply.body is None and not reply.failures:
+    if reply.body is None and not reply.failures and reply.kept is None:
         return head
     body = _portable(reply.body) if isinstance(reply.body, Failure) else reply.body
-    return head + dumps((body, tuple(map(_portable, reply.failures))))
+    return head + dumps((body, tuple(map(_portable, reply.failures)), reply.kept))
 
 
 def decode_reply(data: bytes) -> Reply:
@@ -114,7 +119,7 @@ def decode_reply(data: bytes) -> Reply:
     task, worker, status, rows, seconds = _REPLY.unpack_from(data)
     reply = Reply(task, worker, Status(status), rows, seconds)
     if len(data) > _REPLY.size:
-        reply.body, reply.failures = pickle.loads(memoryview(data)[_REPLY.size :])
+        reply.body, reply.failures, reply.kept = pickle.loads(memoryview(data)[_REPLY.size :])
     return reply
 
 

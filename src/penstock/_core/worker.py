@@ -142,7 +142,7 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
             if word == "setup":
                 setup: Setup = rest[0]
                 context.set_worker(context.WorkerInfo(worker, setup.workers))
-                filler.configure(setup.spec, setup.rows)
+                filler.configure(setup.spec, setup.rows, setup.cache)
                 if setup.growth_bytes:
                     limit = Limit(setup.growth_bytes, setup.load_bytes, birth)
                     filler.replaceable = True

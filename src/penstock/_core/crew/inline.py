@@ -33,7 +33,7 @@ class InlineCrew:
 
     def start(self, setup: Setup) -> None:
         """Nothing to start."""
-        self._filler.configure(setup.spec, setup.rows)
+        self._filler.configure(setup.spec, setup.rows, setup.cache)
 
     def submit(self, task: Task) -> None:
         """Remember a task."""
