@@ -360,6 +360,8 @@ class Engine:
             # A batch that is alive keeps the mapping, which is that of all slots: the others' memory goes now.
             for mapping, start, size in unused:
                 mapping.madvise(mmap.MADV_REMOVE, start, size)
+        if self._excess is not None:
+            self._warn_of_excess()
 
     def _unused(self) -> list[tuple[Any, int, int]]:
         """The memory of the slots that nobody holds, if somebody holds one."""
@@ -765,6 +767,7 @@ class Engine:
         moment = time.monotonic()
         if not now and moment < self._measure_at_s:
             return
+        started_s = time.thread_time()  # the processor's: by the clock, a look would take long on a busy machine
         stats = self.stats
         stats.cache_bytes, counted = (0, 0) if self.cache is None else self.cache.resident_bytes()
         stats.arena_bytes = max(0, self.crew.arena.resident_bytes() - counted)
@@ -784,7 +787,7 @@ class Engine:
         # A worker that was replaced is not there any more, and was as large as it says.
         stats.peak_bytes = max(stats.peak_bytes, together, used + self.crew.retired_bytes)
         self.crew.retired_bytes = 0
-        took_s = time.monotonic() - moment
+        took_s = time.thread_time() - started_s
         self._measured_s += took_s
         stats.measure_s = self._measured_s + self.crew.measure_s + (self._kept.spent_s if self._kept else 0.0)
         self._measure_at_s = moment + max(MEASURE_S, took_s / MEASURE_SHARE)

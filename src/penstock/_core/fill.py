@@ -277,7 +277,8 @@ class Filler:
             if load_s < WARM_S and cpu_s > load_s / 2:
                 load_s = cpu_s = min(load_s, warm_s(once, len(loaded)))
             tries = self.program.tries_threads and load_s <= MOST_S
-            return load_s, cpu_s, side_by_side(once, len(loaded), load_s) if tries else None
+            waits = cpu_s < load_s / 2
+            return load_s, cpu_s, side_by_side(once, len(loaded), load_s, waits=waits) if tries else None
         except Exception:  # noqa: BLE001 - it loaded before; a batch will show what is wrong with it
             return load_s, cpu_s, None
 
