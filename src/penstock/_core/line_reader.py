@@ -124,7 +124,7 @@ class Stretch(Sequence[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # One string of bytes: four arrays would take as long to pack as some lines to read.
-        columns = np.stack((self.file, self.start, self.stop, self.behind)).tobytes()
+        columns = b"".join(map(bytes, (self.file, self.start, self.stop, self.behind)))
         return _stretched, (self.table.paths, self.table.sizes, columns, self.before, self.first, self.length)
 
     def __len__(self) -> int:
@@ -192,7 +192,7 @@ class Scatter(Sequence[Any]):
     """Whether a span holds nothing else, but for blank lines."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        columns = np.stack((self.file, self.start, self.stop, self.before)).tobytes()
+        columns = b"".join(map(bytes, (self.file, self.start, self.stop, self.before)))
         return _scattered, (self.table.paths, self.table.sizes, columns, self.alone)
 
     def __len__(self) -> int:

@@ -168,6 +168,8 @@ class Located:
 
     def pick(self, indices: Integers) -> Places:
         """The places of lines from anywhere."""
+        if self._source.packed:
+            raise TypeError("compressed text can be read in order only: unpack the files to read batches from anywhere")
         index = self._index
         spans, before = index.places(indices)
         self._check(index)
