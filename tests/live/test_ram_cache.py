@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import warnings
 from collections.abc import Iterator
 from itertools import chain
@@ -172,6 +173,37 @@ def test_rows_of_a_file_are_kept(crew: str, shuffle: Any, tmp_path: Path) -> Non
         second = epochs(feed, 1)[0]
     for seen in (first, second):
         assert sorted(np.concatenate([x for (x,) in seen])[:, 0].tolist()) == list(range(0, 3 * N, 3))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("collate", [None, "pad"])
+def test_lines_of_text_are_kept(collate: Any, shuffle: bool, tmp_path: Path, log: Log) -> None:
+    """In order or shuffled: what was made of a line is found by its number."""
+    (tmp_path / "text").write_text("".join(f"{i} {'x' * (i % 7)}\n" for i in range(N)))
+
+    def load(line: str) -> Any:
+        number, _, text = line.partition(" ")
+        return np.full(1 + len(text) if collate else 3, int(number))
+
+    logged = log.of(load)
+    options: dict[str, Any] = {"shuffle": shuffle, "collate_fn": collate}
+    with feed_of("inline", penstock.lines(tmp_path / "text"), load, **options) as feed:
+        expected = epochs(feed, 2)
+    with log.measured(feed_of("process", penstock.lines(tmp_path / "text"), logged, cache="ram", **options)) as feed:
+        first = epochs(feed, 1)
+        log.take()
+        assert_same(first + epochs(feed, 1), expected)
+    assert log.take() == {}
+
+
+def test_lines_of_compressed_files_are_not_kept_and_that_is_said(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "text.gz", "wt") as file:
+        file.writelines(f"{i}\n" for i in range(N))
+    with (
+        feed_of("thread", penstock.lines(tmp_path / "text.gz"), int, cache="ram") as feed,
+        pytest.warns(CacheWarning, match="lines of compressed files"),
+    ):
+        assert [int(x) for batch in feed for x in batch] == list(range(N))
 
 
 def test_rows_in_memory_are_not_kept_twice() -> None:
