@@ -12,35 +12,39 @@ Say what there is to read, how one thing is read, and how much memory may be use
 
 from __future__ import annotations
 
-from penstock._core.blocks import Blocks
-from penstock._core.budget import GiB, KiB, MiB
-from penstock._core.cache import Cache, CacheWarning
-from penstock._core.context import WorkerInfo, rng, worker
-from penstock._core.device import Device, HostDevice
-from penstock._core.epoch import Epoch, ResourceHeld
-from penstock._core.errors import (
-    BudgetError,
-    BudgetWarning,
-    CacheError,
-    FeedClosed,
-    LeaseError,
-    LoadError,
-    LoadTimeout,
-    PenstockError,
-    PlaceFull,
-    SpecError,
-    WorkerLost,
-)
-from penstock._core.feed import Feed, plan
-from penstock._core.line_reader import Line
-from penstock._core.lines import lines
-from penstock._core.patience import SlowLoad
-from penstock._core.place import Place, PlaceStats
-from penstock._core.plan import Plan
-from penstock._core.program import Into, Pad, Padded, Retry, into
-from penstock._core.source import Reader, Source, arrays
-from penstock._core.spec import OnDevice
-from penstock._core.stats import Stats
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from penstock._core.blocks import Blocks
+    from penstock._core.budget import GiB, KiB, MiB
+    from penstock._core.cache import Cache, CacheWarning
+    from penstock._core.context import WorkerInfo, rng, worker
+    from penstock._core.device import Device, HostDevice
+    from penstock._core.epoch import Epoch, ResourceHeld
+    from penstock._core.errors import (
+        BudgetError,
+        BudgetWarning,
+        CacheError,
+        FeedClosed,
+        LeaseError,
+        LoadError,
+        LoadTimeout,
+        PenstockError,
+        PlaceFull,
+        SpecError,
+        WorkerLost,
+    )
+    from penstock._core.feed import Feed, plan
+    from penstock._core.line_reader import Line
+    from penstock._core.lines import lines
+    from penstock._core.patience import SlowLoad
+    from penstock._core.place import Place, PlaceStats
+    from penstock._core.plan import Plan
+    from penstock._core.program import Into, Pad, Padded, Retry, into
+    from penstock._core.source import Reader, Source, arrays
+    from penstock._core.spec import OnDevice
+    from penstock._core.stats import Stats
 
 __version__ = "0.1.0"
 
@@ -88,3 +92,61 @@ __all__ = [
     "rng",
     "worker",
 ]
+
+# Where each name lives. It is imported when it is first asked for: a worker needs half of them, and starts the sooner.
+_HOMES: Final = {
+    "Blocks": "penstock._core.blocks",
+    "BudgetError": "penstock._core.errors",
+    "BudgetWarning": "penstock._core.errors",
+    "Cache": "penstock._core.cache",
+    "CacheError": "penstock._core.errors",
+    "CacheWarning": "penstock._core.cache",
+    "Device": "penstock._core.device",
+    "Epoch": "penstock._core.epoch",
+    "Feed": "penstock._core.feed",
+    "FeedClosed": "penstock._core.errors",
+    "GiB": "penstock._core.budget",
+    "HostDevice": "penstock._core.device",
+    "Into": "penstock._core.program",
+    "KiB": "penstock._core.budget",
+    "LeaseError": "penstock._core.errors",
+    "Line": "penstock._core.line_reader",
+    "LoadError": "penstock._core.errors",
+    "LoadTimeout": "penstock._core.errors",
+    "MiB": "penstock._core.budget",
+    "OnDevice": "penstock._core.spec",
+    "Pad": "penstock._core.program",
+    "Padded": "penstock._core.program",
+    "PenstockError": "penstock._core.errors",
+    "Place": "penstock._core.place",
+    "PlaceFull": "penstock._core.errors",
+    "PlaceStats": "penstock._core.place",
+    "Plan": "penstock._core.plan",
+    "Reader": "penstock._core.source",
+    "ResourceHeld": "penstock._core.epoch",
+    "Retry": "penstock._core.program",
+    "SlowLoad": "penstock._core.patience",
+    "Source": "penstock._core.source",
+    "SpecError": "penstock._core.errors",
+    "Stats": "penstock._core.stats",
+    "WorkerInfo": "penstock._core.context",
+    "WorkerLost": "penstock._core.errors",
+    "arrays": "penstock._core.source",
+    "into": "penstock._core.program",
+    "lines": "penstock._core.lines",
+    "plan": "penstock._core.feed",
+    "rng": "penstock._core.context",
+    "worker": "penstock._core.context",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
