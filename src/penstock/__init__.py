@@ -32,15 +32,19 @@ from penstock._core.errors import (
     WorkerLost,
 )
 from penstock._core.feed import Feed, plan
+from penstock._core.hdf5 import hdf5
+from penstock._core.images import images
 from penstock._core.line_reader import Line
 from penstock._core.lines import lines
+from penstock._core.parquet import parquet
 from penstock._core.patience import SlowLoad
 from penstock._core.place import Place, PlaceStats
 from penstock._core.plan import Plan
 from penstock._core.program import Into, Pad, Padded, Retry, into
-from penstock._core.source import Reader, Source, arrays
+from penstock._core.source import Reader, Row, Source, arrays
 from penstock._core.spec import OnDevice
 from penstock._core.stats import Stats
+from penstock._core.tar import tar
 
 __version__ = "0.1.0"
 
@@ -75,6 +79,7 @@ __all__ = [
     "Reader",
     "ResourceHeld",
     "Retry",
+    "Row",
     "SlowLoad",
     "Source",
     "SpecError",
@@ -82,9 +87,13 @@ __all__ = [
     "WorkerInfo",
     "WorkerLost",
     "arrays",
+    "hdf5",
+    "images",
     "into",
     "lines",
+    "parquet",
     "plan",
     "rng",
+    "tar",
     "worker",
 ]
