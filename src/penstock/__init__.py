@@ -36,15 +36,19 @@ if TYPE_CHECKING:
         WorkerLost,
     )
     from penstock._core.feed import Feed, plan
+    from penstock._core.hdf5 import hdf5
+    from penstock._core.images import images
     from penstock._core.line_reader import Line
     from penstock._core.lines import lines
+    from penstock._core.parquet import parquet
     from penstock._core.patience import SlowLoad
     from penstock._core.place import Place, PlaceStats
     from penstock._core.plan import Plan
     from penstock._core.program import Into, Pad, Padded, Retry, into
-    from penstock._core.source import Reader, Source, arrays
+    from penstock._core.source import Reader, Row, Source, arrays
     from penstock._core.spec import OnDevice
     from penstock._core.stats import Stats
+    from penstock._core.tar import tar
 
 __version__ = "0.1.0"
 
@@ -79,6 +83,7 @@ __all__ = [
     "Reader",
     "ResourceHeld",
     "Retry",
+    "Row",
     "SlowLoad",
     "Source",
     "SpecError",
@@ -86,10 +91,14 @@ __all__ = [
     "WorkerInfo",
     "WorkerLost",
     "arrays",
+    "hdf5",
+    "images",
     "into",
     "lines",
+    "parquet",
     "plan",
     "rng",
+    "tar",
     "worker",
 ]
 
@@ -125,6 +134,7 @@ _HOMES: Final = {
     "Reader": "penstock._core.source",
     "ResourceHeld": "penstock._core.epoch",
     "Retry": "penstock._core.program",
+    "Row": "penstock._core.source",
     "SlowLoad": "penstock._core.patience",
     "Source": "penstock._core.source",
     "SpecError": "penstock._core.errors",
@@ -132,10 +142,14 @@ _HOMES: Final = {
     "WorkerInfo": "penstock._core.context",
     "WorkerLost": "penstock._core.errors",
     "arrays": "penstock._core.source",
+    "hdf5": "penstock._core.hdf5",
+    "images": "penstock._core.images",
     "into": "penstock._core.program",
     "lines": "penstock._core.lines",
+    "parquet": "penstock._core.parquet",
     "plan": "penstock._core.feed",
     "rng": "penstock._core.context",
+    "tar": "penstock._core.tar",
     "worker": "penstock._core.context",
 }
 

@@ -22,8 +22,8 @@ CORE: Final = PACKAGE / "_core"
 
 # None of these is needed to import penstock; each is imported when it is used.
 ON_USE: Final = (
-    "IPython", "jax", "keras", "ml_dtypes", "pandas", "PIL", "psutil", "ray", "scipy", "tensorflow", "tinygrad",
-    "torch", "tqdm", "zstandard",
+    "cv2", "h5py", "IPython", "jax", "keras", "ml_dtypes", "pandas", "PIL", "psutil", "pyarrow", "ray", "scipy",
+    "simplejpeg", "tensorflow", "tinygrad", "torch", "tqdm", "zstandard",
 )  # fmt: skip
 
 MODULES: Final = sorted(PACKAGE.rglob("*.py"))

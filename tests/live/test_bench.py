@@ -33,6 +33,10 @@ TINY = Sizes(
     slow_ms=0.05,
     python_rows=600,
     lines=600,
+    images=70,
+    images_high=40,
+    images_wide=50,
+    images_size=24,
     memory_medium=70,
     memory_temporaries=8,
     memory_leaks=30,
@@ -79,7 +83,7 @@ def _one_byte_off(batches: list[Any]) -> list[Any]:
     return batches
 
 
-@pytest.mark.parametrize("name", ["big", "python", "slow", "lines"])
+@pytest.mark.parametrize("name", ["big", "python", "slow", "lines", "images"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -95,7 +99,7 @@ def test_a_contender_with_wrong_content_is_found_out(name: str, change: Any, tmp
     assert _wrong(_job(name, tmp_path), change)
 
 
-@pytest.mark.parametrize("name", ["big", "python", "slow", "lines"])
+@pytest.mark.parametrize("name", ["big", "python", "slow", "lines", "images"])
 def test_right_content_passes_the_check(name: str, tmp_path: Path) -> None:
     """Otherwise the check would prove nothing when it complains."""
     assert _wrong(_job(name, tmp_path), lambda batches: batches) == ""

@@ -42,4 +42,7 @@ CLAIMS: Final = (
     Claim("lines", "penstock", "torch", 2.0),
     Claim("lines", "penstock", "torch-lines", 2.0),
     Claim("lines", "penstock", "loops", 0.9),
+    Claim("images", "penstock", "torch", 1.0),
+    Claim("images", "penstock", "threads", 1.0),
+    Claim("images", "penstock", "share", 0.93),
 )

@@ -156,6 +156,8 @@ def _open_penstock(job: Job, *, executor: str = "process", into: bool = False) -
     }
     if job.arrays is not None:
         return _Penstock(job, penstock.Feed(penstock.arrays(*job.arrays), **options))
+    if job.source is not None:
+        return _Penstock(job, penstock.Feed(job.source(), num_workers=job.workers, executor=executor, **options))
     load = penstock.into(job.spec)(job.load_into) if into else job.load
     items = penstock.lines(job.text) if job.text is not None else job.items
     return _Penstock(job, penstock.Feed(items, load, num_workers=job.workers, executor=executor, **options))

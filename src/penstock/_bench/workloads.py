@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import mmap
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -56,6 +58,11 @@ class Sizes:
     python_batch: int = 256
     lines: int = 400_000
     lines_batch: int = 256
+    images: int = 4000
+    images_high: int = 350
+    images_wide: int = 400
+    images_size: int = 224
+    images_batch: int = 64
     memory_medium: int = 1500
     memory_temporaries: int = 160
     memory_leaks: int = 1000
@@ -68,7 +75,14 @@ class Sizes:
 FULL: Final = Sizes()
 # The same shapes with fewer of them: ratios move a little, none of them changes its meaning.
 QUICK: Final = Sizes(
-    big_files=8, big_samples=24, rows=100_000, slow_items=256, python_rows=20_000, lines=100_000, least_s=0.5
+    big_files=8,
+    big_samples=24,
+    rows=100_000,
+    slow_items=256,
+    python_rows=20_000,
+    lines=100_000,
+    images=800,
+    least_s=0.5,
 )
 
 
@@ -102,6 +116,8 @@ class Job:
     load_into: Callable[[Any, Any], None] | None = None
     spec: Any = None
     """What ``load_into`` fills, as ``penstock.into`` wants it."""
+    source: Callable[[], Any] | None = None
+    """The same items as a source of Penstock's, where there is one for what they are."""
     pad: bool = False
     """Samples differ in length: a batch is them padded with zeros, and their lengths."""
     text: str | None = None
@@ -530,6 +546,108 @@ def _lines_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes
     )
 
 
+# ---------------------------------------------------------------- images: JPEG files, decoded and made smaller
+
+
+class _ImageCheck:
+    """For pictures in the order of their files: some pixels of each in the timed epochs, all of them in the last."""
+
+    def __init__(self, some: Array, whole: Array, *, epochs: int) -> None:
+        self._some, self._whole = some, whole
+        self._seen = np.full(len(some) * epochs, -1, np.int64)
+        self._count = 0
+        self._wrong: list[str] = []
+
+    def touch(self, batch: Any) -> None:
+        pixels = np.asarray(batch)
+        here = slice(self._count, self._count + len(pixels))
+        self._seen[here] = some_pixels(pixels)
+        self._count = here.stop
+
+    def verify(self, batch: Any) -> None:
+        first = self._count % len(self._some)
+        self.touch(batch)
+        sums = all_pixels(np.asarray(batch))
+        wrong = np.flatnonzero(sums != self._whole[first : first + len(sums)])
+        if len(wrong):
+            self._wrong.append(f"{len(wrong)} of {len(sums)} pictures of a batch are wrong, first {first + wrong[0]}")
+
+    def finish(self) -> None:
+        epochs, rest = divmod(self._count, len(self._some))
+        if rest:
+            raise WrongContent(f"{self._count} pictures came: no whole number of epochs of {len(self._some)}")
+        wrong = np.flatnonzero(self._seen[: self._count] != np.tile(self._some, epochs))
+        if len(wrong):
+            raise WrongContent(f"picture {wrong[0]} is another, or comes elsewhere; {len(wrong)} are wrong")
+        if self._wrong:
+            raise WrongContent(self._wrong[0])
+
+
+def some_pixels(pixels: Array) -> Array:
+    """A number for each picture of a batch, from some of its pixels."""
+    picked = pixels[:, ::16, ::16].reshape(len(pixels), -1).astype(np.int64)
+    sums: Array = (picked * (1 + np.arange(picked.shape[1]) % 251)).sum(axis=1)
+    return sums
+
+
+def all_pixels(pixels: Array) -> Array:
+    """The same from every byte."""
+    return np.array([zlib.crc32(picture.tobytes()) for picture in pixels], np.int64)
+
+
+def photo(rng: np.random.Generator, high: int, wide: int) -> Array:
+    """Smooth colours with grain: about the bytes a pixel that photos have."""
+    coarse = rng.integers(0, 256, (high // 25 + 2, wide // 25 + 2, 3)).astype(np.float32)
+    for axis, size in ((0, high), (1, wide)):
+        at = np.linspace(0, coarse.shape[axis] - 1.001, size)
+        low = at.astype(int)
+        weight = (at - low).astype(np.float32).reshape([-1 if i == axis else 1 for i in range(3)])
+        coarse = coarse.take(low, axis) * (1 - weight) + coarse.take(low + 1, axis) * weight
+    grain = rng.integers(-12, 13, (high, wide, 1))
+    made: Array = (coarse + grain).clip(0, 255).astype(np.uint8)
+    return made
+
+
+def _decoder(sizes: Sizes) -> Any:
+    from penstock._core.decode import Decoder
+
+    return Decoder((sizes.images_size, sizes.images_size))
+
+
+def _make_images(folder: Path, sizes: Sizes, seed: int) -> None:
+    image: Any = importlib.import_module("PIL.Image")
+    decoder = _decoder(sizes)
+    some, whole = [], []
+    for number in range(sizes.images):
+        pixels = photo(np.random.default_rng((seed, number)), sizes.images_high, sizes.images_wide)
+        path = folder / f"{number:06d}.jpg"
+        image.fromarray(pixels).save(path, quality=85)
+        decoded = decoder(path)[None]
+        some.append(some_pixels(decoded))
+        whole.append(all_pixels(decoded))
+    np.savez(folder / "truth.npz", some=np.concatenate(some), whole=np.concatenate(whole))
+
+
+def _images_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: int) -> Job:
+    truth = np.load(folder / "truth.npz")
+    paths = [str(folder / f"{number:06d}.jpg") for number in range(sizes.images)]
+    epochs = _epochs_with_room(sizes.images, 8)
+    penstock: Any = importlib.import_module("penstock")
+    return Job(
+        items=paths,
+        load=_decoder(sizes),
+        source=functools.partial(penstock.images, paths, (sizes.images_size, sizes.images_size)),
+        batch_size=sizes.images_batch,
+        sample_bytes=3 * sizes.images_size**2,
+        check=_ImageCheck(truth["some"], truth["whole"], epochs=epochs + 2),
+        workers=workers,
+        budget_bytes=budget_bytes,
+        seed=seed,
+        least_s=sizes.least_s,
+        most_epochs=epochs,
+    )
+
+
 WORKLOADS: Final = {
     workload.name: workload
     for workload in (
@@ -580,6 +698,15 @@ WORKLOADS: Final = {
             unit="samples",
             make=_make_lines,
             job=_lines_job,
+        ),
+        Workload(
+            name="images",
+            title="JPEG files of 400x350, decoded to 224x224",
+            contenders=("penstock", "loop", "threads", "torch-0", "torch"),
+            limits=("share",),
+            unit="samples",
+            make=_make_images,
+            job=_images_job,
         ),
     )
 }  # fmt: skip

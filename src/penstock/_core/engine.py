@@ -87,6 +87,8 @@ class Unit:
     items: Sequence[Any] | None
     skip: int = 0
     """Samples of the first item that were handed out before (resume)."""
+    name: Callable[[int], Any] | None = None
+    """What an index is called, where it says little."""
     chunks: deque[Chunk] = dataclasses.field(default_factory=deque)
     open: int = 0
     """Tasks that are not accounted for."""
@@ -622,7 +624,7 @@ class Engine:
             unit = self._units.pop()
             for chunk in unit.chunks:
                 self._ledger.drop(chunk.batch)
-            self._prepared.appendleft(Unit(unit.epoch, unit.start, unit.indices, unit.items, unit.skip))
+            self._prepared.appendleft(Unit(unit.epoch, unit.start, unit.indices, unit.items, unit.skip, unit.name))
         self._withdraw()  # perhaps nobody is left to begin them: all workers may wait for room
 
     def _too_large(self, size: int, room: int) -> BudgetError:
@@ -748,8 +750,8 @@ class Engine:
         if slow is None or slow.task not in self._by_task:
             return None
         unit, _, _, part = self._by_task[slow.task]
-        at = Failure.BATCH if slow.ordinal == Failure.COLLATING else _place(slow.ordinal, part)
-        return slow.worker, _item(unit, at)
+        together = slow.ordinal in (Failure.COLLATING, Failure.TOGETHER)
+        return slow.worker, _item(unit, Failure.BATCH if together else _place(slow.ordinal, part))
 
     def _warn_of(self, worker: int, item: Any) -> None:
         stack = self.crew.stack(worker)
@@ -843,19 +845,24 @@ def _item(unit: Unit, ordinal: int) -> Any:
     """The item at a place of a unit, or all of them where it is nobody's alone."""
     if ordinal == Failure.BATCH:
         return list(unit.items) if unit.items is not None else unit.indices.tolist()
-    if unit.items is not None and ordinal < len(unit.items):
-        return unit.items[ordinal]
-    return int(unit.indices[ordinal]) if ordinal < len(unit.indices) else None
+    if ordinal >= len(unit.indices):
+        return None
+    if unit.name is not None:
+        return unit.name(int(unit.indices[ordinal]))
+    return unit.items[ordinal] if unit.items is not None else int(unit.indices[ordinal])
 
 
 def error_of(failure: Failure, unit: Unit, plan: Plan | None = None, *, spare_bytes: int = 0) -> Exception:
     """The exception that the consumer sees for an item that failed; ``spare_bytes`` belong to slots, not to workers."""
     error = failure.error
     item = _item(unit, failure.ordinal)
-    if isinstance(error, SpecError) and error.item is None:
+    if isinstance(error, SpecError) and (error.item is None or unit.name is not None):
         error.item = item
     if failure.trace and isinstance(error, LoadTimeout):
         error.add_note(f"where it was:\n{printable(failure.trace.rstrip())}")
+    if isinstance(error, WorkerLost) and unit.name is not None:
+        error.add_note(f"index {error.item} is {shown(item)}")
+        error.item = item
     if isinstance(error, SpecError | WorkerLost | LoadTimeout | BudgetError):
         return error
     what, advice = ("load", ' (to leave such items out: on_error="skip")')

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
@@ -25,11 +25,10 @@ from penstock._core import context, machine
 from penstock._core.cache import NEVER, Form, items_first
 from penstock._core.errors import CacheError, SpecError, said, shown
 from penstock._core.layout import Layout, aligned
-from penstock._core.line_reader import Unread
 from penstock._core.npy import read_npy
 from penstock._core.pace import MOST_S, WARM_S, side_by_side, warm_s
 from penstock._core.program import Into, Pad, Padded, Probe, Program, Retry, Rows, as_texts
-from penstock._core.source import Reader, Scatters
+from penstock._core.source import Reader, Scatters, Unread
 from penstock._core.spec import (
     NAMESPACE,
     Array,
@@ -200,6 +199,8 @@ class Filler:
         if self._shelf is not None:
             self._shelf.close()
             self._shelf = None
+        if (close := getattr(self.program.reader, "close", None)) is not None:
+            close()
 
     def probe(self, task: Task, gauge: Gauge) -> Probe | None:
         """Load a few items and say what a sample looks like and costs; what was loaded is used again.
@@ -215,6 +216,8 @@ class Filler:
     def _probe(self, task: Task, gauge: Gauge) -> Probe | None:
         program = self.program
         self.fresh = False
+        if program.load is None and program.collate is None:
+            return self._probe_rows(task, gauge)
         idle = gauge.idle_bytes()
         gauge.start()
         began = time.perf_counter()
@@ -281,6 +284,24 @@ class Filler:
             return load_s, cpu_s, side_by_side(once, len(loaded), load_s, waits=waits) if tries else None
         except Exception:  # noqa: BLE001 - it loaded before; a batch will show what is wrong with it
             return load_s, cpu_s, None
+
+    def _probe_rows(self, task: Task, gauge: Gauge) -> Probe | None:
+        """The same for rows of a source: read twice, because the first time files are opened and libraries warm up."""
+        idle = gauge.idle_bytes()
+        gauge.start()
+        samples: list[Any] = []
+        for _ in range(2):
+            samples.clear()
+            wall, cpu, gave_way = time.perf_counter(), time.process_time(), _gave_way()
+            for ordinal, item in self._each(task):
+                self._attempt(partial(self._collect, samples, task, ordinal, item, 1), ordinal, item, [])
+            wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+        if not samples:
+            return None
+        spec = Spec.of(samples[0])
+        load_s, cpu_s = wall_s / len(samples), (cpu_s if _gave_way() > gave_way else wall_s) / len(samples)
+        load_bytes = self._load_bytes(gauge.peak_bytes(), spec, exact=gauge.apart)
+        return Probe(spec, 0, load_s, cpu_s, load_bytes, idle)
 
     def _spec_of(self, sample: Any, item: Any) -> Spec:
         program = self.program
@@ -380,7 +401,7 @@ class Filler:
             nonlocal last
             if last >= 0 and context.drew():
                 drew.add(last)
-            last = ordinal
+            last = ordinal if ordinal != Failure.TOGETHER else -1
             beat(ordinal)
 
         self._passed, self.beat = frozenset(held.tolist()), watch
@@ -415,17 +436,8 @@ class Filler:
         assert self._layout is not None
         spec = self._layout.spec
         row = task.start
-        if program.load is None:
-            assert program.reader is not None
-            if task.places is not None or self._passed:
-                left = np.array([o for o in range(len(task.indices)) if o not in self._passed])
-                left = left[np.argsort(task.indices[left])]
-                rows = left + row if task.places is None else task.places[left]
-                read = partial(_scatter, program.reader, task.indices[left], columns, rows, spec.leaves)
-            else:
-                out = [column[row : row + len(task.indices)] for column in columns]
-                read = partial(program.reader.read_into, task.indices, out, spec.leaves)
-            self._attempt(read, 0, "rows of a source", [])
+        if program.load is None and all(leaf.kind == "array" for leaf in spec.leaves):
+            self._read_rows(task, columns, failures)
             return
         each = program.samples_per_item or 1
         texts: list[tuple[int, int, bytes]] = []
@@ -438,7 +450,7 @@ class Filler:
             index = int(task.indices[ordinal])
             first = row + ordinal * each if task.places is None else int(task.places[ordinal]) * each
 
-            def write(item: Any = item, first: int = first, index: int = index) -> None:
+            def write(item: Any = item, ordinal: int = ordinal, first: int = first, index: int = index) -> None:
                 context.enter(program.seed, task.epoch, index)
                 if type(item) is Unread:
                     item = item.item()
@@ -451,10 +463,12 @@ class Filler:
                             "penstock.into must write into out: use out[...] = value and return nothing",
                             item=item,
                         )
+                elif program.load is None:
+                    self._write(columns, first, item, self._called(task, ordinal, item), texts)
                 elif each == 1:
                     kept = self._kept.pop((task.epoch, index), None) if self._kept else None
-                    sample = program.load(item) if kept is None else kept  # type: ignore[misc]
-                    self._write(columns, first, sample, item, texts)
+                    sample = program.load(item) if kept is None else kept
+                    self._write(columns, first, sample, self._called(task, ordinal, item), texts)
                 else:
                     for offset, sample in enumerate(self._exactly(item, each)):
                         self._write(columns, first + offset, sample, item, texts)
@@ -526,7 +540,8 @@ class Filler:
                     self._attempt(again, ordinal, item, failures, first=error)
                     continue
             # Something is odd about this sample: the thorough way says what, or finds that it will do.
-            self._attempt(partial(self._write, columns, row, sample, item, []), ordinal, item, failures)
+            called = self._called(task, ordinal, item)
+            self._attempt(partial(self._write, columns, row, sample, called, []), ordinal, item, failures)
 
     def _load_and_write(self, task: Task, columns: list[Array], row: int, ordinal: int, item: Any) -> None:
         assert self.program.load is not None
@@ -534,6 +549,34 @@ class Filler:
         if type(item) is Unread:
             item = item.item()
         self._write(columns, row, self.program.load(item), item, [])
+
+    def _read_rows(self, task: Task, columns: list[Array], failures: list[Failure]) -> None:
+        """Rows of a source, straight into the slot: all at once, and if that fails one by one, to see whose it is."""
+        reader = self.program.reader
+        assert reader is not None
+        assert self._layout is not None
+        leaves = self._layout.spec.leaves
+        count = len(task.indices)
+        left = [o for o in range(task.first, count) if o not in self._passed and o not in task.barred]
+        rows = np.arange(task.start, task.start + count) if task.places is None else task.places
+        if left and not task.barred and not getattr(reader, "single", False):
+            self.beat(Failure.TOGETHER)
+            try:
+                if task.places is None and len(left) == count:
+                    out = [column[task.start : task.start + count] for column in columns]
+                    reader.read_into(_where(task, left), out, leaves)
+                else:
+                    left.sort(key=task.indices.__getitem__)
+                    _scatter(reader, _where(task, left), columns, rows[left], leaves)
+                return
+            except Room:
+                raise
+            except Exception:  # noqa: BLE001 - it comes again below, where it is known which row it belongs to
+                left.sort()
+        for ordinal in left:
+            self.beat(ordinal)
+            out = [column[rows[ordinal] : rows[ordinal] + 1] for column in columns]
+            self._attempt(partial(reader.read_into, _where(task, [ordinal]), out, leaves), ordinal, None, failures)
 
     def _write(
         self, columns: list[Array], row: int, sample: Any, item: Any, texts: list[tuple[int, int, bytes]]
@@ -733,18 +776,52 @@ class Filler:
                 yield ordinal, item
 
     def _items(self, task: Task) -> Any:
-        if task.items is not None:
+        if self.program.reader is None:
             return task.items if self.program.fetch is None else self.program.fetch(task.items)
-        assert self.program.reader is not None
-        return self.program.reader.read(task.indices)
+        return self._read(task, range(len(task.indices)))
 
     def _left(self, task: Task) -> Iterator[tuple[int, Any]]:
         """The items that did not come from the cache, with their places in the task."""
-        if task.items is not None:
+        if self.program.reader is None:
             return ((ordinal, item) for ordinal, item in enumerate(self._items(task)) if ordinal not in self._passed)
         left = [ordinal for ordinal in range(len(task.indices)) if ordinal not in self._passed]
-        assert self.program.reader is not None
-        return zip(left, self.program.reader.read(task.indices[left]), strict=True)
+        return zip(left, self._read(task, left), strict=True)
+
+    def _read(self, task: Task, ordinals: Sequence[int]) -> Iterable[Any]:
+        """Rows of a source for a load: all at once, and if that fails one by one."""
+        reader = self.program.reader
+        assert reader is not None
+        if not task.barred and not task.first and not getattr(reader, "single", False):
+            self.beat(Failure.TOGETHER)
+            try:
+                return reader.read(_where(task, ordinals))
+            except Room:
+                raise
+            except Exception:  # noqa: BLE001 - it comes again below, where it is known which row it belongs to
+                pass
+        return self._one_by_one(task, reader, ordinals)
+
+    def _one_by_one(self, task: Task, reader: Reader, ordinals: Sequence[int]) -> Iterator[Any]:
+        """The rows, those that cannot be read as Unread: whoever uses one gets its error."""
+        for ordinal in ordinals:
+            if ordinal in task.barred or ordinal < task.first:
+                yield None  # nobody looks at it
+                continue
+            self.beat(ordinal)
+            one = partial(_only, reader, _where(task, [ordinal]))
+            try:
+                row = one()
+            except Room:
+                raise
+            except Exception as error:  # noqa: BLE001 - on_error says what becomes of it
+                row = Unread(error, one)
+            yield row
+
+    def _called(self, task: Task, ordinal: int, item: Any) -> Any:
+        """What an item is called: a row of a source by its index, or what was carried in its place."""
+        if self.program.reader is None:
+            return item
+        return int(task.indices[ordinal]) if task.items is None else task.items[ordinal]
 
     def _samples(self, task: Task, ordinal: int, item: Any) -> Iterator[Any]:
         made = self._made(task, ordinal, item)
@@ -875,6 +952,17 @@ def _scatter(reader: Reader, indices: Any, columns: list[Array], places: Any, le
     reader.read_into(indices, out, leaves)
     for column, rows in zip(columns, out, strict=True):
         column[places] = rows
+
+
+def _where(task: Task, ordinals: Sequence[int]) -> Any:
+    """What a reader is told to read: indices, or what is carried in their place."""
+    if task.items is None:
+        return task.indices if len(ordinals) == len(task.indices) and ordinals[0] == 0 else task.indices[list(ordinals)]
+    return [task.items[ordinal] for ordinal in ordinals]
+
+
+def _only(reader: Reader, where: Any) -> Any:
+    return reader.read(where)[0]
 
 
 def _no_record(_: int) -> None:

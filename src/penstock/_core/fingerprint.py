@@ -18,7 +18,7 @@ import numpy.typing as npt
 from penstock._core.items import Picker, Stream
 from penstock._core.lines import Lines
 from penstock._core.order import mix
-from penstock._core.source import Source
+from penstock._core.source import Reader, Source
 
 __all__ = ["fingerprint"]
 
@@ -39,8 +39,23 @@ def fingerprint(items: Picker | Stream | Source | Lines) -> str | None:
         return str(own())
     if isinstance(items, Lines):
         return _digest(items.looks())
-    rows = items.reader().read(_spread(len(items), ROWS_LOOKED_AT))
-    return _digest([str(items.spec()), *rows])
+    return _digest([str(items.spec()), *_rows(items, _spread(len(items), ROWS_LOOKED_AT))])
+
+
+def _rows(source: Source, places: npt.NDArray[np.int64]) -> list[Any]:
+    """Rows of a source; one that cannot be read is told of when it is wanted, not when a state is saved."""
+    reader = source.reader()
+    try:
+        return reader.read(places)
+    except Exception:  # noqa: BLE001 - same as above
+        return [_row(reader, places[at : at + 1]) for at in range(len(places))]
+
+
+def _row(reader: Reader, place: npt.NDArray[np.int64]) -> Any:
+    try:
+        return reader.read(place)
+    except Exception as error:  # noqa: BLE001 - same as above
+        return type(error).__name__
 
 
 def _spread(length: int, most: int) -> npt.NDArray[np.int64]:

@@ -44,6 +44,9 @@ from penstock._core.wire import dump_items
 __all__ = ["Launched", "launch"]
 
 PROBE_ITEMS: Final = 8
+# A source that reads many rows at once is asked for as many, as long as they are small: of eight, each seems dear.
+PROBE_ROWS: Final = 64
+PROBE_ROWS_BYTES: Final = 2**20
 # Two measurements of the same worker differ, on a busy machine by a fifth.
 MEASURED_SLACK: Final = 1.25
 # A batch that is collated may be larger than the first samples suggest; beyond this the slot grows.
@@ -87,7 +90,8 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
     engine: Engine | None = None
     planner = _Planner(options, schedule, program, _item_bytes(options, schedule, epoch, base), obstacle)
     try:
-        if program.load is None and options.collate is None:
+        bare = options.source if program.load is None and options.collate is None else None
+        if bare is not None and not getattr(bare, "measured", False):
             crew, probe = InlineCrew(program), _probe_source(options, schedule, epoch, base)
         else:
             if isinstance(program.load, Into):
@@ -95,8 +99,12 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
                 planner.solve(Probe(program.load.spec, 0, 1e-3, 1e-3, 0, 0), None)
             crew = _make_crew(options, program, options.num_workers)
             probe = _probe(options, schedule, crew, epoch, base)
+            if bare is not None:  # it knows all of its rows, not only those that were looked at
+                probe = dataclasses.replace(probe, spec=bare.spec().cast(options.cast))
         if options.lines is not None:  # the probe reads a few lines, a task a block of them
             probe = dataclasses.replace(probe, load_bytes=probe.load_bytes + READ_BYTES)
+        held = int(getattr(options.source, "held_bytes", 0))
+        probe = dataclasses.replace(probe, load_bytes=probe.load_bytes + held)
         planner.keeping = keeping = Keeping.of(options, schedule, program, probe)
         if options.blocks is not None:
             plan, slot_size = planner.mix(probe, crew, options.blocks)
@@ -128,9 +136,9 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
         engine.stats = stats
         growth = plan.worker_bytes - probe.process_bytes + (plan.free_bytes - spare) // max(1, plan.workers)
         # A worker that collates holds the samples of a batch and the result.
-        load_bytes = probe.load_bytes + (2 * plan.batch_bytes if program.mode is Mode.WHOLE else 0)
+        load_bytes = probe.load_bytes - held + (2 * plan.batch_bytes if program.mode is Mode.WHOLE else 0)
         kept = None if engine.cache is None else engine.cache.form
-        crew.start(Setup(probe.spec, rows, plan.workers, max(0, growth), load_bytes, kept))
+        crew.start(Setup(probe.spec, rows, plan.workers, max(0, growth), load_bytes, kept, held))
         delivery = _delivery(options, program, plan, probe)
         if delivery is not None:
             plan = dataclasses.replace(plan, notes=(*plan.notes, *delivery.pin(engine.addresses())))
@@ -224,7 +232,13 @@ def _make_crew(options: Options, program: Program, workers: int | None, executor
 
 def _probe(options: Options, schedule: Schedule, crew: Crew, epoch: int, base: int) -> Probe:
     """Have items loaded until one gives a sample: the form of it, and what it cost."""
-    batch = PROBE_ITEMS if options.batch_size == "max" else min(PROBE_ITEMS, options.batch_size)
+    most = PROBE_ITEMS
+    if options.load is None and options.collate is None and options.source is not None:
+        few = getattr(options.source.reader(), "single", False)
+        most = (
+            most if few else max(most, min(PROBE_ROWS, PROBE_ROWS_BYTES // max(1, options.source.spec().sample_bytes)))
+        )
+    batch = most if options.batch_size == "max" else min(most, options.batch_size)
     # Streams are not read ahead for this: what they gave cannot be put back into whatever makes them.
     start, size = 0, 1 if options.streams else batch
     while True:
@@ -238,7 +252,8 @@ def _probe(options: Options, schedule: Schedule, crew: Crew, epoch: int, base: i
         try:
             probe = crew.probe(Task(0, 0, 0, 0, 0, epoch, indices, items))
         except Failed as failed:
-            raise error_of(failed.failure, Unit(0, 0, indices, items)) from failed.failure.error
+            unit = Unit(0, 0, indices, items, name=schedule.name)
+            raise error_of(failed.failure, unit) from failed.failure.error
         if probe is not None:
             return probe
         start, size = start + len(indices), 2 * size
@@ -254,7 +269,10 @@ def _probe_source(options: Options, schedule: Schedule, epoch: int, base: int) -
         indices, _ = schedule.first(epoch, base, start=0, size=PROBE_ITEMS)
         out = [np.empty((len(indices), *leaf.shape), leaf.stored) for leaf in spec.leaves]
         began = time.perf_counter()
-        source.reader().read_into(indices, out, spec.leaves)
+        try:
+            source.reader().read_into(indices, out, spec.leaves)
+        except Exception:  # noqa: BLE001 - told when it is read in earnest, with the row that it belongs to
+            pass
         seconds = (time.perf_counter() - began) / len(indices)
     return Probe(spec, 0, seconds, seconds, 2 * spec.sample_bytes, 0)
 

@@ -45,10 +45,11 @@ class Birth(NamedTuple):
 class Limit:
     """The growth that one worker is allowed above what it was when it was born."""
 
-    def __init__(self, growth_bytes: int, load_bytes: int, birth: Birth) -> None:
+    def __init__(self, growth_bytes: int, load_bytes: int, birth: Birth, held_bytes: int = 0) -> None:
         self._anon_bytes = machine.anon_gauge()
-        # A load must find its room again after the soft line was just not crossed.
-        allowed = max(0, min(int(SOFT_SHARE * growth_bytes), growth_bytes - load_bytes))
+        # A load must find its room again after the soft line was just not crossed. What a reader keeps is no growth.
+        free = max(0, growth_bytes - held_bytes)
+        allowed = held_bytes + max(0, min(int(SOFT_SHARE * free), free - load_bytes))
         self._soft = birth.anon_bytes + allowed
         self._urgent = self._soft + (growth_bytes - allowed) // 2
         self._trimmed_s = 0.0

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, overload
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from penstock._core.errors import PenstockError, shown
 from penstock._core.line_index import Files, Spans, form_of, open_file, read_at
+from penstock._core.source import Unread
 from penstock._core.text import Encoding, Form, blank, line_ends, split_lines
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "Stretch",
     "Table",
     "Unpacked",
-    "Unread",
 ]
 
 Integers = npt.NDArray[np.int64]
@@ -63,24 +63,6 @@ class Line:
         number = "" if self.number is None else f"line {self.number}"
         inner = f"{number} ({byte})" if number and byte else number or f"the line at {byte}"
         return f"{inner} of {self.path!r}"
-
-
-class Unread:
-    """A line that could not be read or decoded: what went wrong is told when its turn comes."""
-
-    __slots__ = ("_again", "_error")
-
-    def __init__(self, error: Exception, again: Callable[[], Any]) -> None:
-        self._error: Exception | None = error
-        self._again = again
-
-    def item(self) -> Any:
-        """Raises what went wrong; if it is asked once more, tries once more."""
-        if (error := self._error) is not None:
-            self._error = None
-            raise error
-        found = self._again()
-        return found.item() if isinstance(found, Unread) else found
 
 
 # ---------------------------------------------------------------- what travels

@@ -215,6 +215,8 @@ class Setup:
     """What a load takes of that."""
     cache: Form | None = None
     """Where samples are kept, if they are."""
+    held_bytes: int = 0
+    """What a source's reader keeps of that from task to task."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -133,7 +133,16 @@ class Schedule:
         if self.lines is not None:
             return self.lines.pick(indices)
         source = self._options.source
+        carried = getattr(source, "carried", None)
+        if carried is not None:
+            items: list[Any] = carried(indices)
+            return items
         return source.reader().read(indices) if travels and source is not None else None
+
+    @property
+    def name(self) -> Callable[[int], Any] | None:
+        """What a source calls its rows, if it has names for them."""
+        return getattr(self._options.source, "name", None)
 
     def units(self, cut: Cut, epoch: int, base: int, inside: int) -> Iterator[Unit]:
         """The units of an epoch from a place on; of its first item so many samples were handed out before."""
@@ -155,14 +164,14 @@ class Schedule:
         start = self._rest_of_group(base, cut)
         if start:
             indices = order.indices(0, min(start, end))
-            yield Unit(epoch, 0, indices, self.pick(indices, travels=cut.travels), inside)
+            yield Unit(epoch, 0, indices, self.pick(indices, travels=cut.travels), inside, self.name)
         for at in range(start, end, size):
             offset = (at - start) % block
             if offset == 0:
                 ahead = order.indices(at, min(at + block, end))
             indices = ahead[offset : offset + size]
             items = self.pick(indices, travels=cut.travels)
-            yield Unit(epoch, at, indices, items, inside if at == 0 else 0)
+            yield Unit(epoch, at, indices, items, inside if at == 0 else 0, self.name)
 
     def _rest_of_group(self, base: int, cut: Cut) -> int:
         """Items until the next group begins; 0 where groups do not matter, or batches would be cut."""

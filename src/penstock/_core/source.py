@@ -2,14 +2,27 @@
 
 A source lives in the parent; its reader is what travels to a worker (small: a file's name, never its content).
 ``arrays`` is here; the sources for file formats have files of their own.
+
+What a source may have besides, looked up by name:
+
+- ``blocks()``: rows that are cheap to read together, as a sequence of counts (shards, row groups);
+- ``name(index)``: what a row is called in errors and in ``stats.skipped``, where its index says little;
+- ``carried(indices)``: what goes to the reader for these rows in place of their indices, and is what they are called;
+- ``measured``: True if reading has to be measured in a worker: it brings a library along;
+- ``held_bytes``: what its reader keeps for the next task;
+- ``fingerprint()``: which data this is, without reading it.
+
+And a reader: ``single``, True if nothing is gained by reading several rows at once; ``close()``, when a feed is closed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,9 +31,9 @@ import optree
 
 from penstock._core import machine
 from penstock._core.errors import SpecError, shown
-from penstock._core.spec import Array, Leaf, Spec, as_array, flatten, store
+from penstock._core.spec import NAMESPACE, Array, Leaf, Spec, as_array, flatten, store
 
-__all__ = ["Arrays", "Reader", "Scatters", "Source", "arrays"]
+__all__ = ["Arrays", "Reader", "Row", "Scatters", "Source", "Unread", "arrays", "read_exactly"]
 
 Indices = npt.NDArray[np.int64]
 
@@ -28,13 +41,50 @@ MOST_PIECES: Final = 1024  # the kernel's limit for one read
 
 
 class Reader(Protocol):
-    """Reads samples by their indices, wherever it is; picklable if the source is not in memory."""
+    """Reads samples by their indices, wherever it is; picklable if the source is not in memory.
 
-    def read_into(self, indices: Indices, out: Sequence[Array], leaves: Sequence[Leaf]) -> None:
-        """Write the samples into rows of the slot: ``out`` has one array per leaf, a row per index."""
+    A source with ``carried`` gives its reader what that returned in place of indices.
+    """
 
-    def read(self, indices: Indices) -> list[Any]:
+    def read_into(self, indices: Any, out: Sequence[Array], leaves: Sequence[Leaf]) -> None:
+        """Write the samples into rows of the slot: ``out`` has one array per leaf, a row per index.
+
+        Called only if all leaves are arrays.
+        """
+
+    def read(self, indices: Any) -> list[Any]:
         """The samples themselves, for a load function that goes on from there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """Where a sample of a source stands: what errors and ``stats.skipped`` call it by."""
+
+    path: str
+    """The file."""
+    row: int
+    """Which of its rows, from 0."""
+
+    def __repr__(self) -> str:
+        return f"row {self.row} of {self.path!r}"
+
+
+class Unread:
+    """A row that could not be read: what went wrong is told when its turn comes."""
+
+    __slots__ = ("_again", "_error")
+
+    def __init__(self, error: Exception, again: Callable[[], Any]) -> None:
+        self._error: Exception | None = error
+        self._again = again
+
+    def item(self) -> Any:
+        """Raises what went wrong; if it is asked once more, tries once more."""
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
+        found = self._again()
+        return found.item() if isinstance(found, Unread) else found
 
 
 @runtime_checkable
@@ -133,7 +183,7 @@ class _InFile:
             start = 0
             for stop in (*cuts.tolist(), len(indices)):
                 where = self.offset + int(indices[start]) * self.stride
-                _read_exactly(fd, view[start * row_bytes : stop * row_bytes], where, self.path)
+                read_exactly(fd, view[start * row_bytes : stop * row_bytes], where, self.path)
                 start = stop
         finally:
             os.close(fd)
@@ -141,7 +191,111 @@ class _InFile:
             out.byteswap(inplace=True)
 
 
-def _read_exactly(fd: int, view: memoryview, offset: int, path: str) -> None:
+class _InShards:
+    """Rows of many .npy files that follow each other as one array; each file is open only while it is read.
+
+    Not a dataclass, which would be a part of the tree and not a leaf of it.
+    """
+
+    __slots__ = ("dtype", "files", "shape", "starts")
+
+    def __init__(self, files: tuple[_InFile, ...], starts: Indices) -> None:
+        self.files = files
+        self.starts = starts  # the first row of each file, and last the number of all rows
+        self.shape = (int(starts[-1]), *files[0].shape)
+        self.dtype = files[0].dtype
+
+    @classmethod
+    def open(cls, paths: Sequence[str | os.PathLike[str]]) -> _InShards:
+        """The files as one array, by what their headers say; SpecError when one does not go with the first."""
+        if not paths:
+            raise SpecError("penstock.arrays() got an empty list of files: give at least one .npy file")
+        found = [_header(os.path.abspath(path)) for path in paths]
+        (first, _), *_ = found
+        for file, _ in found:
+            if (file.shape, file.dtype) != (first.shape, first.dtype):
+                raise SpecError(
+                    f"{shown(file.path)} has rows of {_form(file)}, but {shown(first.path)} has rows of "
+                    f"{_form(first)}: files that are read as one array must have the same dtype and row shape"
+                )
+        starts = np.concatenate(([0], np.cumsum([length for _, length in found], dtype=np.int64)))
+        large = int(starts[-1]) * first.stride > machine.available_bytes()
+        files = tuple(dataclasses.replace(file, larger_than_ram=large) for file, _ in found)
+        return cls(files, starts)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def where(self, index: int) -> Row:
+        """The file that a row is in, and which of its rows it is."""
+        file = int(self.starts.searchsorted(index, "right")) - 1
+        return Row(self.files[file].path, index - int(self.starts[file]))
+
+    def rows(self, indices: Indices, out: Array) -> None:
+        numbers = self.starts.searchsorted(indices, "right") - 1
+        if numbers[0] == numbers[-1] and (numbers == numbers[0]).all():
+            self._sorted_rows(int(numbers[0]), indices, out)
+        elif (numbers[1:] >= numbers[:-1]).all():  # in order, over the edge of a file
+            cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(indices)]
+            for start, stop in itertools.pairwise(cuts):
+                self._sorted_rows(int(numbers[start]), indices[start:stop], out[start:stop])
+        else:
+            order = np.argsort(indices, kind="stable")
+            self.scatter(indices[order], out, order)
+
+    def _sorted_rows(self, number: int, indices: Indices, out: Array) -> None:
+        own = indices - self.starts[number]
+        if len(own) > 2 and not (np.diff(own) > 0).all():  # neighbours that are apart in the batch are read together
+            order = np.argsort(own, kind="stable")
+            self.files[number].scatter(own[order], out, order)
+        else:
+            self.files[number].rows(own, out)
+
+    def scatter(self, indices: Indices, out: Array, places: Indices) -> None:
+        """Rows at sorted indices to any places: each file is opened once, neighbours are read together."""
+        numbers = self.starts.searchsorted(indices, "right") - 1
+        cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(indices)]
+        for start, stop in itertools.pairwise(cuts):
+            number = int(numbers[start])
+            self.files[number].scatter(indices[start:stop] - self.starts[number], out, places[start:stop])
+
+
+def _header(path: str) -> tuple[_InFile, int]:
+    """What the header of a .npy file says: where its rows are, and how many."""
+    try:
+        with open(path, "rb") as file:
+            version = np.lib.format.read_magic(file)
+            if version == (1, 0):
+                shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+            elif version == (2, 0):
+                shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
+            else:
+                raise ValueError(f"version {version} of the format is not read here: save it anew with np.save")
+            offset = file.tell()
+    except ValueError as error:
+        raise SpecError(f"{shown(path)} is not a .npy file that can be read by rows: {error}") from error
+    if dtype.hasobject or not shape or (fortran and len(shape) > 1):
+        what = (
+            "holds Python objects" if dtype.hasobject else "has no axis" if not shape else "is in Fortran order"
+        )  # fmt: skip
+        raise SpecError(
+            f"{shown(path)} {what}, so its rows do not lie one after the other: save an array of numbers with one row "
+            "per sample, np.save(path, np.ascontiguousarray(array))"
+        )
+    stride = math.prod(shape[1:]) * dtype.itemsize
+    return _InFile(path, offset, stride, tuple(shape[1:]), dtype), int(shape[0])
+
+
+def _form(file: _InFile) -> str:
+    return f"{file.dtype.name}[{', '.join(map(str, file.shape))}]"
+
+
+def read_exactly(fd: int, view: memoryview, offset: int, path: str, what: str = "the array") -> None:
+    """Fill ``view`` with what stands at a place of a file; EOFError when it ends before that."""
     while view:
         if hasattr(os, "preadv"):
             count = os.preadv(fd, [view], offset)
@@ -151,7 +305,7 @@ def _read_exactly(fd: int, view: memoryview, offset: int, path: str) -> None:
             count = len(data)
             view[:count] = data
         if count == 0:
-            raise EOFError(f"{shown(path)} ends at byte {offset}, but the array goes on: was the file cut short?")
+            raise EOFError(f"{shown(path)} ends at byte {offset}, but {what} goes on: was the file cut short?")
         view = view[count:]
         offset += count
 
@@ -161,7 +315,7 @@ def _read_pieces(fd: int, pieces: list[memoryview], offset: int, path: str) -> N
     count = os.preadv(fd, pieces, offset)
     for piece in pieces:
         if count < len(piece):  # a short read: the rest one by one
-            _read_exactly(fd, piece[max(0, count) :], offset + max(0, count), path)
+            read_exactly(fd, piece[max(0, count) :], offset + max(0, count), path)
         offset += len(piece)
         count -= len(piece)
 
@@ -173,7 +327,7 @@ def _consecutive(indices: Indices) -> bool:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ArrayReader:
     tree: optree.PyTreeSpec
-    parts: tuple[_InMemory | _InFile, ...]
+    parts: tuple[_InMemory | _InFile | _InShards, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype[Any], ...]
 
@@ -188,7 +342,7 @@ class _ArrayReader:
 
     def scatter(self, indices: Indices, columns: Sequence[Array], places: Indices, leaves: Sequence[Leaf]) -> None:
         for part, column, leaf in zip(self.parts, columns, leaves, strict=True):
-            if isinstance(part, _InFile) and leaf.dtype == leaf.stored:
+            if isinstance(part, _InFile | _InShards) and leaf.dtype == leaf.stored:
                 part.scatter(indices, column, places)
             else:
                 rows = np.empty((len(indices), *leaf.shape), leaf.dtype)
@@ -213,9 +367,12 @@ class Arrays:
     """A source over arrays that have one row per sample; made by ``penstock.arrays``."""
 
     def __init__(self, tree: Any) -> None:
-        values, self._tree = flatten(tree)
+        opened = optree.tree_map(_opened, tree, is_leaf=_names_files, namespace=NAMESPACE)
+        values, self._tree = flatten(opened)
         # A map in the other byte order is turned row by row; as_array would read all of it.
-        self._arrays = [value if _turns(value) else as_array(value) for value in values]
+        self._arrays: list[Any] = [
+            value if isinstance(value, _InShards) or _turns(value) else as_array(value) for value in values
+        ]
         paths = [".".join(map(str, path)) or "0" for path in self._tree.paths()]
         if not self._arrays:
             raise SpecError("penstock.arrays() needs at least one array")
@@ -230,9 +387,15 @@ class Arrays:
         self._parts = tuple(_part(array) for array in self._arrays)
         self._dtypes = tuple(a.dtype if a.dtype.isnative else a.dtype.newbyteorder("=") for a in self._arrays)
         self.in_memory = any(isinstance(part, _InMemory) for part in self._parts)
+        """Whether any of it lies in this process."""
+        self._shards = next((part for part in self._parts if isinstance(part, _InShards)), None)
 
     def __len__(self) -> int:
         return len(self._arrays[0])
+
+    def name(self, index: int) -> int | Row:
+        """What a row is called: where it stands in the files, if these are files, else its index."""
+        return index if self._shards is None else self._shards.where(index)
 
     def __repr__(self) -> str:
         return f"<penstock.arrays of {len(self)} rows: {self.spec()}>"
@@ -256,13 +419,27 @@ class Arrays:
 
 
 def arrays(*columns: Any) -> Arrays:
-    """A source over arrays or memory maps with one row per sample: ``arrays(x, y)``, ``arrays({"x": x, "y": y})``.
+    """A source over arrays, memory maps or .npy files with one row per sample: ``arrays(x, y)``, ``arrays({"x": x})``.
 
-    Samples have the tree of the arguments: one array gives arrays, several give tuples, a dict gives dicts. Rows are
-    gathered by index vectors straight into the slot. A memory map is read from its file, in the workers too;
-    nothing of it is sent or mapped.
+    Samples have the tree of the arguments: one array gives arrays, several give tuples, a dict gives dicts. In the
+    place of an array may stand the path of a .npy file, or a list of paths, which are read as one array: their headers
+    are compared at once. Rows are gathered by index vectors straight into the slot. Files and memory maps are read in
+    the workers too, with pread, and are open no longer than that takes; nothing of them is sent or mapped.
     """
     return Arrays(columns[0] if len(columns) == 1 else columns)
+
+
+def _names_files(value: Any) -> bool:
+    """Whether a value is a file or a list of files; a tuple is several columns."""
+    if isinstance(value, str | os.PathLike):
+        return True
+    return type(value) is list and bool(value) and all(isinstance(path, str | os.PathLike) for path in value)
+
+
+def _opened(value: Any) -> Any:
+    if not _names_files(value):
+        return value
+    return _InShards.open(value if isinstance(value, list) else [value])
 
 
 def _turns(value: Any) -> bool:
@@ -271,12 +448,14 @@ def _turns(value: Any) -> bool:
     return isinstance(_part(value), _InFile)
 
 
-def _part(array: Array) -> _InMemory | _InFile:
+def _part(array: Any) -> _InMemory | _InFile | _InShards:
+    if isinstance(array, _InShards):
+        return array
     if array.dtype.hasobject:
         raise SpecError("an array of Python objects cannot be gathered into a batch: convert it to numbers first")
     mapped = array
     while isinstance(mapped, np.ndarray) and not isinstance(mapped, np.memmap):
-        mapped = mapped.base  # type: ignore[assignment]
+        mapped = mapped.base
     if not isinstance(mapped, np.memmap) or mapped.filename is None or mapped.mode == "c" or array.size == 0:
         return _InMemory(array)
     if not array[0].flags.c_contiguous or array.strides[0] < array[0].nbytes:

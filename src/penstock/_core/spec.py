@@ -160,7 +160,14 @@ class Spec:
         return optree.tree_unflatten(self.tree, leaves)
 
     def __str__(self) -> str:
-        return str(self.build(self.leaves)) if len(self.leaves) > 1 else str(self.leaves[0])
+        return str(self.build([_Word(leaf) for leaf in self.leaves]))
+
+
+class _Word(str):
+    """Text that is shown without quotes where it stands in a tree."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def row_bytes(leaf: Leaf) -> int:

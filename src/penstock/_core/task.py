@@ -125,6 +125,8 @@ class Failure:
     """The place of an error that is nobody's alone: a collate_fn's."""
     COLLATING: ClassVar[int] = 2**32 - 1
     """The same in a worker's record, where places are unsigned."""
+    TOGETHER: ClassVar[int] = 2**32 - 2
+    """In a worker's record: many rows of a source are being read at once, and nobody knows which it is at."""
     ordinal: int
     error: BaseException
     trace: str

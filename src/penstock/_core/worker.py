@@ -144,7 +144,7 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
                 context.set_worker(context.WorkerInfo(worker, setup.workers))
                 filler.configure(setup.spec, setup.rows, setup.cache)
                 if setup.growth_bytes:
-                    limit = Limit(setup.growth_bytes, setup.load_bytes, birth)
+                    limit = Limit(setup.growth_bytes, setup.load_bytes, birth, setup.held_bytes)
                     filler.replaceable = True
             elif word == "probe":
                 record(1)

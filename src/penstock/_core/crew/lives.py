@@ -31,7 +31,7 @@ class Deaths:
     """Who died of what, and whether it is worth going on."""
 
     def __init__(self, program: Program) -> None:
-        self._skips = program.skips and program.load is not None
+        self._skips = program.skips
         self._tries = program.tries
         self._timeout_s = program.timeout_s or 0.0
         self._counts: Counter[tuple[int, int]] = Counter()
@@ -59,6 +59,9 @@ class Deaths:
 
         Where items may be skipped, one that killed too often is barred from the task.
         """
+        if ordinal == Failure.TOGETHER:  # row by row, it will show which one it is
+            task.barred = (*task.barred, ordinal)
+            return None
         self._counts[task.id, ordinal] += 1
         if self._counts[task.id, ordinal] < DEATHS_AN_ITEM:
             return None
@@ -67,6 +70,9 @@ class Deaths:
     def late(self, task: Task, ordinal: int, stack: str) -> Failure | None:
         """A worker was ended because this item took too long: the failure it is, or None if the task is done again."""
         self.fruitless = 0  # it was we who ended it
+        if ordinal == Failure.TOGETHER:
+            task.barred = (*task.barred, ordinal)
+            return None
         self._late[task.id, ordinal] += 1
         if self._late[task.id, ordinal] < self._tries:
             return None
@@ -75,7 +81,7 @@ class Deaths:
     def _end(self, task: Task, ordinal: int, error: Exception, trace: str) -> Failure | None:
         failure = Failure(ordinal if ordinal != Failure.COLLATING else Failure.BATCH, error, trace)
         barred = (*task.barred, ordinal)
-        row = barred[-BARRED_IN_A_ROW:]
+        row = [place for place in barred if place != Failure.TOGETHER][-BARRED_IN_A_ROW:]
         many = len(row) == BARRED_IN_A_ROW and row[-1] - row[0] < BARRED_IN_A_ROW
         if not self._skips or many or failure.ordinal == Failure.BATCH:
             return failure
@@ -89,7 +95,7 @@ class Deaths:
 
     def failures(self, task: Task) -> tuple[Failure, ...]:
         """The items that were barred from a task, which is over now."""
-        return tuple(self._barred.pop((task.id, ordinal)) for ordinal in task.barred)
+        return tuple(self._barred.pop((task.id, o)) for o in task.barred if o != Failure.TOGETHER)
 
     def _memory(self, code: int) -> str:
         """Whether it looks as if there was no memory left."""

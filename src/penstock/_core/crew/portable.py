@@ -658,7 +658,7 @@ class _Desk:
             context.set_worker(context.WorkerInfo(self._number, setup.workers))
             self._filler.configure(setup.spec, setup.rows, setup.cache)
             if setup.growth_bytes and sys.platform == "linux":  # no other system has such limits
-                self._limit = Limit(setup.growth_bytes, setup.load_bytes, self._birth)
+                self._limit = Limit(setup.growth_bytes, setup.load_bytes, self._birth, setup.held_bytes)
         elif word == "follow":
             log, told = rest
             self._arena.follow(log)
