@@ -33,6 +33,9 @@ TINY = Sizes(
     slow_ms=0.05,
     python_rows=600,
     lines=600,
+    shards=3,
+    shards_rows=40,
+    shards_batch=8,
     images=70,
     images_high=40,
     images_wide=50,
@@ -99,7 +102,17 @@ def test_a_contender_with_wrong_content_is_found_out(name: str, change: Any, tmp
     assert _wrong(_job(name, tmp_path), change)
 
 
-@pytest.mark.parametrize("name", ["big", "python", "slow", "lines", "images"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda batches: batches[:-1], lambda batches: [*batches[:-1], batches[0]], _one_byte_off],
+    ids=["one missing", "one twice", "one byte off"],
+)
+def test_wrong_rows_of_shards_are_found_out(change: Any, tmp_path: Path) -> None:
+    """These come in any order but that of the files."""
+    assert _wrong(_job("shards", tmp_path), change)
+
+
+@pytest.mark.parametrize("name", ["big", "python", "slow", "lines", "images", "shards"])
 def test_right_content_passes_the_check(name: str, tmp_path: Path) -> None:
     """Otherwise the check would prove nothing when it complains."""
     assert _wrong(_job(name, tmp_path), lambda batches: batches) == ""

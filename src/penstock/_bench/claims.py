@@ -45,4 +45,10 @@ CLAIMS: Final = (
     Claim("images", "penstock", "torch", 1.0),
     Claim("images", "penstock", "threads", 1.0),
     Claim("images", "penstock", "share", 0.93),
+    Claim("shards", "penstock-blocks", "disk", 0.85),
+    Claim("shards", "penstock-blocks", "torch", 1.8),
+    Claim("shards", "penstock-blocks", "torch-4", 1.8),
+    Claim("shards", "penstock-blocks", "threads", 1.8),
+    Claim("shards", "penstock", "torch", 1.0),
+    Claim("shards", "penstock", "threads", 1.0),
 )

@@ -163,6 +163,11 @@ def _open_penstock(job: Job, *, executor: str = "process", into: bool = False) -
     return _Penstock(job, penstock.Feed(items, load, num_workers=job.workers, executor=executor, **options))
 
 
+def _open_penstock_blocks(job: Job) -> Running:
+    penstock: Any = importlib.import_module("penstock")
+    return _open_penstock(dataclasses.replace(job, shuffle=penstock.Blocks()))
+
+
 def _open_penstock_into(job: Job) -> Running:
     return _open_penstock(job, into=True)
 
@@ -316,6 +321,10 @@ def _open_torch_workers(job: Job) -> Running:
     return _Torch(job, workers=job.workers)
 
 
+def _open_torch_four(job: Job) -> Running:
+    return _Torch(job, workers=4)
+
+
 def _open_torch_lines(job: Job) -> Running:
     return _Torch(job, workers=job.workers, indexed=True)
 
@@ -397,6 +406,7 @@ CONTENDERS: Final = {
         Contender("penstock", "Penstock, worker processes", _open_penstock, ours=True),
         Contender("penstock-into", "Penstock, load writes into the slot", _open_penstock_into, ours=True),
         Contender("penstock-thread", "Penstock, threads that write into the slot", _open_penstock_thread, ours=True),
+        Contender("penstock-blocks", "Penstock, shuffled in blocks", _open_penstock_blocks, ours=True),
         Contender("penstock-unheld", "Penstock, its budget not enforced", _open_penstock_unheld, ours=True),
         Contender(
             "penstock-tinyloader", "tinyloader's interface on Penstock", _open_tinyloader_through_penstock, ours=True
@@ -405,6 +415,7 @@ CONTENDERS: Final = {
         Contender("threads", "a thread pool", _Threads),
         Contender("torch-0", "torch DataLoader, no workers", _open_torch_alone, ("torch",)),
         Contender("torch", "torch DataLoader, persistent workers", _open_torch_workers, ("torch",)),
+        Contender("torch-4", "torch DataLoader, four persistent workers", _open_torch_four, ("torch",)),
         Contender("torch-lines", "torch DataLoader, workers, by line index", _open_torch_lines, ("torch",)),
         Contender("torch-getitems", "torch DataLoader, no workers, __getitems__", _open_torch_getitems, ("torch",)),
         Contender("tinyloader", "tinyloader, worker processes", _open_tinyloader, ("tinyloader.loader",)),

@@ -70,6 +70,8 @@ def drive(job: Job, open_: Callable[[Job], Running], *, mark: Callable[[str], No
     try:
         epochs = running.epochs()
         waits: list[float] = []
+        if job.chill is not None:
+            job.chill()
         tail_s = _epoch(epochs, job.check.touch, waits)
         first_batch_s = opening_s + waits[0]
 
@@ -79,6 +81,8 @@ def drive(job: Job, open_: Callable[[Job], Running], *, mark: Callable[[str], No
         began = clock()
         while len(gaps) < job.most_epochs:
             first_of_epoch = len(waits)
+            if job.chill is not None:
+                began += job.chill()
             last_tail_s, tail_s = tail_s, _epoch(epochs, job.check.touch, waits)
             gaps.append(last_tail_s + waits[first_of_epoch])
             if clock() - began >= job.least_s:

@@ -23,6 +23,7 @@ __all__ = ["LIMITS"]
 
 # Long enough that a scheduler's hiccup of some milliseconds stays below a per cent.
 _ENOUGH_S: Final = 0.5
+_DISK_READ_BYTES: Final = 8 * 2**20
 
 
 def _reused_memory(size_bytes: int) -> mmap.mmap:
@@ -95,6 +96,20 @@ def _share(job: Job) -> float:
     return loaded / (time.perf_counter() - began) * job.workers
 
 
+def _disk(job: Job) -> float:
+    """One process that reads the files from the first byte to the last, from the disk, into reused memory."""
+    assert job.chill is not None
+    memory = memoryview(_reused_memory(_DISK_READ_BYTES))
+    job.chill()
+    paths = sorted({path for path, _ in job.items})
+    began = time.perf_counter()
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(memory):
+                pass
+    return job.samples / (time.perf_counter() - began)
+
+
 def _loops(job: Job) -> float:
     """What a plain loop in one process makes of it, from the file to the batch, times the workers."""
     timing, _ = drive(job, CONTENDERS["loop"].open, mark=lambda _: None)
@@ -141,6 +156,7 @@ LIMITS: Final[dict[str, tuple[str, Callable[[Job], float]]]] = {
     "read": ("all workers reading page cache into reused memory", _read_together),
     "share": ("one process loading, times the workers", _share),
     "loops": ("a plain loop, times the workers", _loops),
+    "disk": ("one process reading the cold files in order", _disk),
     "gather": ("a bare x[index] per batch", _gather),
 }
 """name -> (what it is, how it is measured in samples per second)"""

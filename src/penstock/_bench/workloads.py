@@ -63,6 +63,9 @@ class Sizes:
     images_wide: int = 400
     images_size: int = 224
     images_batch: int = 64
+    shards: int = 64
+    shards_rows: int = 680
+    shards_batch: int = 32
     memory_medium: int = 1500
     memory_temporaries: int = 160
     memory_leaks: int = 1000
@@ -82,6 +85,7 @@ QUICK: Final = Sizes(
     python_rows=20_000,
     lines=100_000,
     images=800,
+    shards=8,
     least_s=0.5,
 )
 
@@ -110,7 +114,7 @@ class Job:
     least_s: float
     most_epochs: int
     """Timed epochs that the check has room for."""
-    shuffle: bool = False
+    shuffle: Any = False
     arrays: tuple[Array, ...] | None = None
     """The samples as columns, when they are in memory anyway."""
     load_into: Callable[[Any, Any], None] | None = None
@@ -122,6 +126,8 @@ class Job:
     """Samples differ in length: a batch is them padded with zeros, and their lengths."""
     text: str | None = None
     """The file whose lines the items are."""
+    chill: Callable[[], float] | None = None
+    """Has the system forget the files before each epoch; gives the seconds that took, which count for nobody."""
 
     @property
     def samples(self) -> int:
@@ -549,6 +555,94 @@ def _lines_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes
 # ---------------------------------------------------------------- images: JPEG files, decoded and made smaller
 
 
+# shards: more than fits anywhere, read cold and shuffled
+
+SHARD_WIDTH: Final = 48 * 1024  # float32: 192 KiB a row
+_PATTERN: Final = (np.arange(SHARD_WIDTH) % 251).astype(np.float32)
+_SHARD_BUDGET: Final = 512 * 2**20
+_NPY_HEAD_BYTES: Final = 128  # what np.save writes before such an array
+
+
+class _ShardCheck:
+    """For rows that hold their number plus a pattern, each once an epoch in an order of the contender's own."""
+
+    def __init__(self, rows: int, *, epochs: int) -> None:
+        self._rows = rows
+        self._ids = np.full(rows * epochs, -1, np.int64)
+        self._count = 0
+        self._wrong = ""
+
+    def touch(self, batch: Any) -> None:
+        self._see(np.asarray(batch), _PAGE_BYTES // 4)
+
+    def verify(self, batch: Any) -> None:
+        self._see(np.asarray(batch), 1)
+
+    def _see(self, rows: Array, step: int) -> None:
+        ids = rows[:, 0].astype(np.int64)
+        if not np.array_equal(rows[:, ::step], ids[:, None] + _PATTERN[::step]):
+            self._wrong = "a row came with words of other rows"
+        self._ids[self._count : self._count + len(ids)] = ids
+        self._count += len(ids)
+
+    def finish(self) -> None:
+        if self._wrong:
+            raise WrongContent(self._wrong)
+        epochs, rest = divmod(self._count, self._rows)
+        if rest:
+            raise WrongContent(f"{self._count} samples came; that is not a whole number of epochs of {self._rows}")
+        for epoch, ids in enumerate(self._ids[: self._count].reshape(epochs, self._rows)):
+            if not np.array_equal(np.sort(ids), np.arange(self._rows)):
+                raise WrongContent(f"epoch {epoch} does not hold each of {self._rows} rows once")
+            if self._rows > 64 and np.array_equal(ids, np.arange(self._rows)):
+                raise WrongContent(f"epoch {epoch} was to be shuffled and is in the order of the files")
+
+
+def _make_shards(folder: Path, sizes: Sizes, seed: int) -> None:  # noqa: ARG001 - rows are told apart by their number
+    for shard in range(sizes.shards):
+        first = shard * sizes.shards_rows
+        path = folder / f"{shard:04}.npy"
+        np.save(path, np.arange(first, first + sizes.shards_rows, dtype=np.float32)[:, None] + _PATTERN)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # what is not on the disk yet cannot be forgotten
+
+
+def _load_shard_row(item: tuple[str, int]) -> Array:
+    path, row = item
+    rows: Array = np.fromfile(path, np.float32, SHARD_WIDTH, offset=_NPY_HEAD_BYTES + row * 4 * SHARD_WIDTH)
+    return rows
+
+
+def _shards_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: int) -> Job:
+    paths = [str(folder / f"{shard:04}.npy") for shard in range(sizes.shards)]
+    # Those who cannot shuffle read them in this order, which is as random as any.
+    order = np.random.default_rng(seed).permutation(sizes.shards * sizes.shards_rows)
+    items = [(paths[row // sizes.shards_rows], int(row % sizes.shards_rows)) for row in order.tolist()]
+
+    def chill() -> float:
+        began = time.perf_counter()
+        for path in paths:
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return time.perf_counter() - began
+
+    return Job(
+        items=items,
+        load=_load_shard_row,
+        batch_size=sizes.shards_batch,
+        sample_bytes=4 * SHARD_WIDTH,
+        check=_ShardCheck(len(items), epochs=3 + 2),
+        workers=workers,
+        budget_bytes=min(budget_bytes, _SHARD_BUDGET),
+        seed=seed,
+        least_s=sizes.least_s,
+        most_epochs=3,
+        shuffle=True,
+        source=lambda: importlib.import_module("penstock").arrays(paths),
+        chill=chill,
+    )
+
+
 class _ImageCheck:
     """For pictures in the order of their files: some pixels of each in the timed epochs, all of them in the last."""
 
@@ -707,6 +801,15 @@ WORKLOADS: Final = {
             unit="samples",
             make=_make_images,
             job=_images_job,
+        ),
+        Workload(
+            name="shards",
+            title="rows of 192 KiB in .npy shards, shuffled, read from a cold disk",
+            contenders=("penstock", "penstock-blocks", "threads", "torch", "torch-4"),
+            limits=("disk",),
+            unit="bytes",
+            make=_make_shards,
+            job=_shards_job,
         ),
     )
 }  # fmt: skip
