@@ -798,9 +798,16 @@ class Engine:
         """Loads in this process keep more than the budget has room for: nothing stops them, so it is said."""
         stats, plan = self.stats, self.plan
         assert self._kept is not None
-        if self._excessive or stats.arena_bytes + stats.worker_bytes <= plan.memory:
+        used = stats.arena_bytes + stats.worker_bytes
+        if self._excessive or used <= plan.memory // 2:
             return
-        kept = self._kept.collected()
+        if not self._kept.suspected:
+            self._kept.suspect()
+            if not self._closed:  # the next look will tell
+                return
+        if used <= plan.memory:
+            return
+        kept = self._kept.confirmed()
         stats.worker_bytes = self._inside_bytes + kept
         used = stats.arena_bytes + stats.worker_bytes
         if used <= plan.memory:

@@ -34,7 +34,10 @@ class Kept:
         self._base = machine.anon_bytes(os.getpid())
         self._before: int | None = None
         self._began_s = self._next_s = self._cost_s = 0.0
-        self._unseen = 0
+        self._unseen = self._waits = 0
+        self._mark: tuple[int, int] | None = None
+        self._freed = 0
+        self._collects = False
         self._grown = self._swung = self._looks = 0
         self._waited_s = self._busy_s = 0.0
         self.spent_s = 0.0
@@ -43,10 +46,13 @@ class Kept:
     def begin(self) -> None:
         """The consumer begins to wait."""
         self._unseen += 1
+        self._waits += 1
         if self._heap is None or time.perf_counter() < self._next_s:
             self._before = None
             return
         started = time.thread_time()  # the processor's time: with threads, half of the other is waiting for the GIL
+        if self._collects:
+            gc.collect()
         self._before = self._heap()
         self._began_s = time.perf_counter()
         self._cost_s = time.thread_time() - started
@@ -57,6 +63,8 @@ class Kept:
         if self._before is None or self._heap is None:
             return
         now, started = time.perf_counter(), time.thread_time()
+        if self._collects:
+            gc.collect()
         grown = self._heap() - self._before
         if self._threads:
             self._grown += grown
@@ -80,10 +88,37 @@ class Kept:
             grown *= max(1.0, self._busy_s / self._threads / self._waited_s)
         return max(0, min(int(grown), machine.anon_bytes(os.getpid()) - self._base))
 
-    def collected(self) -> int:
-        """The same after garbage was collected: what nobody refers to any more is not kept."""
-        if self._heap is not None:
-            before = self._heap()
-            gc.collect()
-            self._grown += min(0, self._heap() - before)
+    @property
+    def suspected(self) -> bool:
+        """Whether ``suspect`` was called."""
+        return self._mark is not None
+
+    def suspect(self) -> None:
+        """It begins to matter: from here on, see how much garbage comes about, apart from what was there already."""
+        before = self._heap() if self._heap is not None else 0
+        gc.collect()
+        self._freed = before - self._heap() if self._heap is not None else 0
+        self._mark = (_collected(), self._waits)
+
+    def confirmed(self) -> int:
+        """What loads keep, after ``suspect``: garbage that waits for its collector is not kept.
+
+        Where there is much of it, it comes about while loads run and goes at any other time, so that nothing can be
+        said of what was added up: counting begins anew, with garbage collected before each look.
+        """
+        assert self._mark is not None
+        collected, waits = self._mark
+        gc.collect()
+        if self._waits > waits:
+            littered = _collected() - collected >= self._waits - waits
+        else:
+            littered = self._freed > self._grown // 10
+        if littered and not self._collects:
+            self._collects = True
+            self._grown = self._swung = self._looks = 0
         return self.bytes
+
+
+def _collected() -> int:
+    """Objects that the garbage collector has freed so far."""
+    return sum(generation["collected"] for generation in gc.get_stats())
