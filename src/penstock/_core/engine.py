@@ -64,6 +64,9 @@ Part = slice | npt.NDArray[np.int64]
 
 # A task should take about this long: long against a message (some 20 us), short against a slow item beside it.
 TASK_S: Final = 1e-3
+# Items that take microseconds are much alike, and a task costs both sides, all in all, as much as dozens of them.
+QUICK_ITEM_S: Final = 20e-6
+QUICK_TASK_S: Final = 4e-3
 COPY_TASK_BYTES: Final = 4 * 2**20  # the same for samples that only have to be copied
 # Copying a batch of this size takes about as long as telling a worker to, and being told that it was done.
 NEAR_BYTES: Final = 256 * 2**10
@@ -491,7 +494,8 @@ class Engine:
         """Items a task, so that it is worth its message and a slow one holds up little else; so many are loaded."""
         if self.plan.workers <= 1:
             return count
-        size = int(TASK_S * count / (self._row_s * loaded)) + 1 if self._row_s > 0 and loaded else count
+        task_s = QUICK_TASK_S if self._row_s < QUICK_ITEM_S else TASK_S
+        size = int(task_s * count / (self._row_s * loaded)) + 1 if self._row_s > 0 and loaded else count
         size = min(size, COPY_TASK_BYTES // max(1, self.plan.sample_bytes * self._each) + 1) if not loaded else size
         return count if size > count // 2 else size
 

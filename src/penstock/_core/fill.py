@@ -51,6 +51,7 @@ __all__ = [
     "Filler",
     "Gauge",
     "InsideGauge",
+    "Mark",
     "Memory",
     "Packed",
     "Room",
@@ -168,7 +169,7 @@ class Filler:
         self.program = program
         self.memory = memory
         self.worker = worker
-        self.beat: Callable[[int], None] = _no_record
+        self.beat: Callable[[int], None] = Mark([0])  # nobody has to know
         self.replaceable = False
         """Whether a fresh worker takes over when this one has no room left."""
         self.fresh = True
@@ -500,25 +501,32 @@ class Filler:
         split = plain.split
         alone = split is _single
         column, shape, dtype, number = places[0]
+        cells = beat.cells if type(beat) is Mark else None
         # One array straight from its file needs no memory in between, if it is what the first one was.
         reads_npy = load is np.load and len(columns) == 1
-        rows = range(task.start, task.start + len(indices)) if task.places is None else task.places.tolist()
+        rows = [*range(task.start, task.start + len(indices))] if task.places is None else task.places.tolist()
         for ordinal, item in enumerate(self._items(task)) if not self._passed else self._left(task):
             row = rows[ordinal]
-            beat(ordinal)
+            if cells is not None:
+                cells[0] = ordinal
+            else:
+                beat(ordinal)
             moment.index = indices[ordinal]
-            sample, made = None, False
             try:
                 if type(item) is Unread:
                     item = item.item()
                 if reads_npy and read_npy(item, columns[0][row, ...]):
                     continue
                 sample = load(item)
-                made = True
+            except Exception as error:  # noqa: BLE001 - user code: on_error says what becomes of it
+                again = partial(self._load_and_write, task, columns, row, ordinal, item)
+                self._attempt(again, ordinal, item, failures, first=error)
+                continue
+            try:
                 if alone:
                     kind = type(sample)
                     if kind is np.ndarray:
-                        if sample.shape == shape and sample.dtype == dtype:
+                        if (sample.dtype is dtype or sample.dtype == dtype) and sample.shape == shape:
                             column[row] = sample
                             continue
                     elif kind is number:
@@ -534,11 +542,8 @@ class Filler:
                     column[row] = value
                 else:
                     continue
-            except Exception as error:  # noqa: BLE001 - user code: on_error says what becomes of it
-                if not made:
-                    again = partial(self._load_and_write, task, columns, row, ordinal, item)
-                    self._attempt(again, ordinal, item, failures, first=error)
-                    continue
+            except Exception:  # noqa: BLE001 - its tree is another, or a number too large
+                pass
             # Something is odd about this sample: the thorough way says what, or finds that it will do.
             called = self._called(task, ordinal, item)
             self._attempt(partial(self._write, columns, row, sample, called, []), ordinal, item, failures)
@@ -965,8 +970,16 @@ def _only(reader: Reader, where: Any) -> Any:
     return reader.read(where)[0]
 
 
-def _no_record(_: int) -> None:
-    """Where nobody has to know which item is being loaded."""
+class Mark:
+    """Notes the place of the item that is being loaded where others see it; in a loop, its ``cells`` are written to."""
+
+    __slots__ = ("cells",)
+
+    def __init__(self, cells: Any) -> None:
+        self.cells = cells
+
+    def __call__(self, ordinal: int) -> None:
+        self.cells[0] = ordinal
 
 
 def _gave_way() -> int:

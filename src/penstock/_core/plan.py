@@ -73,7 +73,7 @@ CHEAP_SLOTS_BYTES: Final = 4 * 2**20  # slots up to this much in all are not wor
 # as filling such a slot takes no longer than a consumer would notice.
 MOST_GROUP: Final = 16
 GROUPED_BYTES: Final = 8 * 2**20  # of all slots together: a slot stays about as large as a core's cache
-GROUP_S: Final = 1e-3
+GROUP_S: Final = 4e-3
 LARGE_ROWS: Final = 1024  # of a batch that is as large as it can be, before it is known how large that is
 KEPT_GROUP_S: Final = 20e-3  # where all samples are kept, so that it takes so long in the first epoch only
 DEVICE_BUFFERS: Final = 2  # one that is computed on, one that is copied into

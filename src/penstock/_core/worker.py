@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 import time
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ import numpy as np
 from penstock._core import context, machine
 from penstock._core.arena import Arena
 from penstock._core.channel import Channel
-from penstock._core.fill import Filler, failure_of
+from penstock._core.fill import Filler, Mark, failure_of
 from penstock._core.limit import RETIRED, Birth, Limit
 from penstock._core.order import mix
 from penstock._core.overdue import LOOKED, NOT_TIMED, RECORD, RECORD_BYTES
@@ -126,7 +125,7 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
         begun[0] = time.monotonic()  # first: a new place with an old moment would look late
         place[0] = ordinal
 
-    filler.beat = partial(place.__setitem__, 0) if program.timeout_s is None else timed_beat
+    filler.beat = Mark(place) if program.timeout_s is None else timed_beat
     poller = select.poll()
     poller.register(own, select.POLLIN)
     poller.register(tasks, select.POLLIN)
