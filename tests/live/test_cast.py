@@ -135,7 +135,7 @@ def test_a_source_is_cast_too_and_its_integers_are_kept() -> None:
         np.testing.assert_array_equal(first, x)
         np.testing.assert_array_equal(second, y)
         del first, second
-    with pytest.raises(SpecError, match=r"from 250 to 259 at 1.*'uint8'"):
+    with pytest.raises(SpecError, match=r"sample of 6 has values from 256 to 256 at 1.*'uint8'"):
         batches("inline", penstock.arrays(x, y), cast={"1": "uint8"}, batch_size=10)
 
 

@@ -320,6 +320,10 @@ def _read_pieces(fd: int, pieces: list[memoryview], offset: int, path: str) -> N
         count -= len(piece)
 
 
+def _called(indices: Indices) -> int | str:
+    return int(indices[0]) if len(indices) == 1 else f"rows {indices.min()} to {indices.max()}"
+
+
 def _consecutive(indices: Indices) -> bool:
     return bool((np.diff(indices) == 1).all())
 
@@ -338,7 +342,7 @@ class _ArrayReader:
             else:
                 wide = np.empty((len(indices), *leaf.shape), leaf.dtype)
                 part.rows(indices, wide)
-                store(rows, wide, leaf, f"rows {indices.min()} to {indices.max()}")
+                store(rows, wide, leaf, _called(indices))
 
     def scatter(self, indices: Indices, columns: Sequence[Array], places: Indices, leaves: Sequence[Leaf]) -> None:
         for part, column, leaf in zip(self.parts, columns, leaves, strict=True):
@@ -351,7 +355,7 @@ class _ArrayReader:
                     column[places] = rows
                 else:
                     stored = np.empty((len(indices), *leaf.shape), leaf.stored)
-                    store(stored, rows, leaf, f"rows {indices.min()} to {indices.max()}")
+                    store(stored, rows, leaf, _called(indices))
                     column[places] = stored
 
     def read(self, indices: Indices) -> list[Any]:
