@@ -26,13 +26,27 @@ help:
 demo: $(DEMO)
 	@.venvs/demo/bin/python -m penstock demo $(ARGS)
 
+# Two at a time, file by file; those that measure memory from outside by themselves, with nothing else running.
+PYTEST := .venvs/test/bin/python -m pytest -q
+TWO := -n 2 --dist loadfile --ignore tests/memory tests
+
 test: lint drivers
 	@echo '== tests'
-	@.venvs/test/bin/python -m pytest -q -m 'not slow' $(PYTEST_ARGS)
+ifeq ($(PYTEST_ARGS),)
+	@$(PYTEST) -m 'not slow' $(TWO)
+	@$(PYTEST) -m 'not slow' tests/memory
+else
+	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+endif
 
 test-all: lint drivers
 	@echo '== tests, the slow ones too'
-	@.venvs/test/bin/python -m pytest -q $(PYTEST_ARGS)
+ifeq ($(PYTEST_ARGS),)
+	@$(PYTEST) $(TWO)
+	@$(PYTEST) tests/memory
+else
+	@$(PYTEST) $(PYTEST_ARGS)
+endif
 
 lint: $(TEST)
 	@echo '== ruff check'
