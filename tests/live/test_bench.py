@@ -15,7 +15,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
-from penstock._bench import harness, memory, report
+from penstock._bench import faults, harness, memory, report
 from penstock._bench.cases import CASES, COSTS
 from penstock._bench.claims import CLAIMS
 from penstock._bench.contenders import CONTENDERS, Running
@@ -261,3 +261,37 @@ def test_the_command_line_knows_its_sizes_and_contenders() -> None:
         assert f"--{field.name.replace('_', '-')} " in said
     assert "--quick" in said
     assert "tinyloader-shm" in said
+
+
+# ---------------------------------------- faults
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kills workers in the way of Linux")
+def test_a_tiny_run_of_the_benchmark_of_faults_loses_nothing(tmp_path: Path) -> None:
+    """Peace and fire in turns, numbers for both, and a table that says so."""
+    found = faults.run(items=600, rounds=1, every_s=0.05, methods=("fork",))
+    peace, fire = found.runs
+    assert (peace.right, peace.under_fire, peace.kills, peace.back_s) == (True, False, 0, ())
+    assert (fire.right, fire.under_fire) == (True, True)
+    assert fire.kills > 0
+    assert len(fire.back_s) <= fire.kills
+    assert all(wait_s > 0 for wait_s in fire.back_s)
+    text = faults.as_text(found)
+    assert "600 items of 1 ms, 2 workers, one killed every 50 ms" in text
+    assert "yes" in text.splitlines()[-1]
+    saved = json.loads(faults.write(found, tmp_path / "out").read_text())
+    assert saved["runs"][1]["kills"] == fire.kills
+
+
+def test_a_lost_sample_shows_in_the_table_of_faults() -> None:
+    """A benchmark that cannot say no proves nothing."""
+    runs = tuple(faults.Run("fork", fire, not fire, 100.0, int(fire), ()) for fire in (False, True))
+    assert " NO " in faults.as_text(faults.Found(runs, 10, 2, 0.25))
+
+
+def test_each_kill_is_followed_by_the_newcomer_that_came_next() -> None:
+    """Two kills, two newcomers; a third kill whose place was never taken is left out."""
+    #                    item, who, since when
+    samples = np.array([[0, 1, 0.1], [1, 2, 0.2], [2, 1, 1.05], [3, 3, 1.1], [4, 4, 2.4], [5, 3, 2.2], [6, 4, 3.5]])
+    assert faults.back_s([1.0, 2.0, 3.0], samples) == pytest.approx([0.1, 0.4])
+    assert faults.back_s([], samples) == []

@@ -1,6 +1,7 @@
 """``penstock bench``: Penstock and its peers on the same data, against what the machine can do.
 
-``penstock bench memory`` compares what they add to the machine's memory, against a budget.
+``penstock bench memory`` compares what they add to the machine's memory, against a budget; ``penstock bench faults``
+kills workers and looks what that costs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _EPILOG = """\
 examples:
   penstock bench --quick
   penstock bench memory
+  penstock bench faults
   penstock bench --workload big --big-batch 4 --rounds 7
   penstock bench --workload rows --contender penstock --contender torch
 """
@@ -68,8 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     contenders = tuple(dict.fromkeys(name for workload in WORKLOADS.values() for name in workload.contenders))
     parser.add_argument(
-        "kind", nargs="?", choices=("speed", "memory"), default="speed",
-        help="memory: what torch's DataLoader and Penstock add at the peak, beside a budget; less than three minutes",
+        "kind", nargs="?", choices=("speed", "memory", "faults"), default="speed",
+        help="memory: what torch's DataLoader and Penstock add at the peak, beside a budget; less than three minutes. "
+        "faults: a worker is killed every 250 ms, what is lost (nothing) and what it costs; about a minute",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds: less than three minutes")
     parser.add_argument(
@@ -104,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
     """Run it, print the table, write the files; 1 when a contender of ours failed or gave wrong samples."""
     if args.kind == "memory":
         return _memory_run(args)
+    if args.kind == "faults":
+        return _faults_run(args)
     from penstock._bench import harness, report
     from penstock._bench.workloads import FULL, QUICK, WORKLOADS
 
@@ -142,6 +147,18 @@ def _memory_run(args: argparse.Namespace) -> int:
     print(f"\n{memory.as_text(found)}")
     print(f"wrote {memory.write(found, args.out)}")
     return _code((*found.cases.summaries, *found.costs.summaries))
+
+
+def _faults_run(args: argparse.Namespace) -> int:
+    from penstock._bench import faults
+
+    if sys.platform != "linux":
+        print("penstock: bench faults kills workers in the way of Linux, and this is another system", file=sys.stderr)
+        return 2
+    found = faults.run(rounds=args.rounds or (1 if args.quick else 3), workers=args.workers, seed=args.seed, tell=_tell)
+    print(f"\n{faults.as_text(found)}")
+    print(f"wrote {faults.write(found, args.out)}")
+    return 0 if all(each.right for each in found.runs) else 1
 
 
 def _resized(sizes: Sizes, args: argparse.Namespace) -> Sizes:
