@@ -135,7 +135,8 @@ def test_temporary_files_are_made_in_private_folders_only() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tempfile":
                 used.add(node.attr)
-    assert used <= {"mkdtemp", "TemporaryFile", "TemporaryDirectory", "gettempdir"}
+    # And mkstemp: a file of mode 0600, used for what is kept in a folder that the user named.
+    assert used <= {"mkdtemp", "mkstemp", "TemporaryFile", "TemporaryDirectory", "gettempdir"}
     with open_to_all(), tempfile.TemporaryDirectory() as folder:
         assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
 
@@ -158,11 +159,13 @@ def test_where_there_is_memfd_it_is_used() -> None:
 
 # Each with what it reads: the user's own load, items, errors and classes, which come from a process of the same user.
 PICKLES_READ: Final = {
+    "_core/cache_heap.py": "samples of varying form in the cache in memory, from workers; the cache on disk has none",
     "_core/crew/portable.py": "the program, words of the parent",
     "_core/spec.py": "trees of samples, made of the user's classes",
     "_core/template.py": "the program, orders of the parent, its own errors to see whether they survive the way",
     "_core/wire.py": "items, errors, forms of samples; why there can be no worker",
     "_core/worker.py": "the program, words of the parent",
+    "compat/tinyloader.py": "what a Loader of the user's returned, which may be any object, from its worker",
 }
 
 
