@@ -662,7 +662,7 @@ class _ImageCheck:
         first = self._count % len(self._some)
         self.touch(batch)
         sums = all_pixels(np.asarray(batch))
-        wrong = np.flatnonzero(sums != self._whole[first : first + len(sums)])
+        wrong = np.flatnonzero(sums != self._whole.take(np.arange(first, first + len(sums)), mode="wrap"))
         if len(wrong):
             self._wrong.append(f"{len(wrong)} of {len(sums)} pictures of a batch are wrong, first {first + wrong[0]}")
 
