@@ -216,7 +216,7 @@ class RamShelf:
         if not len(places):
             return
         first, count = int(at[0]), len(at)
-        dense = int(at[-1]) - first == count - 1
+        dense = _follow(at)
         run = int(places[0]) if _follow(places) else -1
         for kept, column in zip(self._columns, columns, strict=True):
             if not kept.size:

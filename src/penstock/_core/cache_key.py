@@ -7,6 +7,7 @@ Nothing here is a secret, and nothing is unpickled: a fingerprint is compared an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -61,8 +62,8 @@ def form_of(spec: Spec, each: int) -> dict[str, Any]:
 def hash_of_items(items: Any) -> str:
     """A hash over what items are: all of them where they are at hand, else some."""
     digest = hashlib.blake2b(digest_size=16)
-    if not isinstance(items, Picker):  # a source knows best what it is; of others some rows are read
-        return str(fingerprint(items))
+    if not isinstance(items, Picker):
+        return _hash_of_source(items)
     raw = items.raw
     if hasattr(raw, "iloc") and hasattr(raw, "tolist"):  # pandas
         raw = raw.tolist()
@@ -79,6 +80,17 @@ def hash_of_items(items: Any) -> str:
         places = np.arange(len(raw)) if everything else _spread(len(raw), LOOKED_AT)
         for start in range(0, len(places), 8192):
             _feed_all(digest, items(places[start : start + 8192]))
+    return digest.hexdigest()
+
+
+def _hash_of_source(source: Any) -> str:
+    """A source knows best what it is; how it is read, and when its files were written, changes what comes of it too."""
+    digest = hashlib.blake2b(str(fingerprint(source)).encode(), digest_size=16)
+    if (settings := getattr(source, "settings", None)) is not None:
+        _feed(digest, settings(), _DEEPEST)
+    for path in getattr(source, "written", tuple)():
+        with contextlib.suppress(OSError):  # told of when it is read
+            digest.update(f"{os.stat(path).st_mtime_ns}\0".encode())
     return digest.hexdigest()
 
 

@@ -232,6 +232,10 @@ class Hdf5:
         file = int(self._starts.searchsorted(index, "right")) - 1
         return Row(self.paths[file], index - int(self._starts[file]))
 
+    def written(self) -> Sequence[str]:
+        """The files, whose age tells one that was written anew."""
+        return self.paths
+
     def fingerprint(self) -> str:
         """Forms, rows and names of the files, and how large they are."""
         about = [(os.path.basename(path), os.path.getsize(path)) for path in self.paths]

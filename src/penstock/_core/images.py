@@ -97,6 +97,10 @@ class Images:
         """The path of a picture."""
         return self.paths[index]
 
+    def settings(self) -> tuple[Any, ...]:
+        """How a file becomes a picture."""
+        return self._decoder.size, self._decoder.fit, self._decoder.antialias
+
     def fingerprint(self) -> str:
         """Names without the folder that all are in, and labels: a folder that was moved is the same."""
         common = len(os.path.commonpath([os.path.dirname(path) for path in (self.paths[0], self.paths[-1])]))

@@ -13,7 +13,7 @@ import importlib.util
 import itertools
 import os
 import stat
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import IO, Any, Final, NamedTuple
 
 import numpy as np
@@ -87,6 +87,14 @@ class Lines:
         """
         names = map(os.path.basename, self.files.paths)
         return [self.reader.keep_blank, *zip(names, self.files.sizes.tolist(), strict=True)]
+
+    def settings(self) -> tuple[Any, ...]:
+        """How the bytes of a line become text."""
+        return self.reader.encoding.name, self.reader.strip, self.reader.keep_blank
+
+    def written(self) -> Sequence[str]:
+        """The files, whose age tells one that was written anew."""
+        return self.files.paths
 
     def walked(self) -> LineIndex:
         """The index to read in order with: made as far as it is needed."""

@@ -467,6 +467,10 @@ class Parquet:
         file = int(np.searchsorted(self._file_starts, index, "right")) - 1
         return Row(self.paths[file], index - self._file_starts[file])
 
+    def written(self) -> Sequence[str]:
+        """The files, whose age tells one that was written anew."""
+        return self.paths
+
     def fingerprint(self) -> str:
         """Columns, rows and names of the files, and how large they are."""
         about = [(os.path.basename(path), os.path.getsize(path)) for path in self.paths]

@@ -168,6 +168,10 @@ class Tar:
             for index, file, offsets, sizes in rows
         ]
 
+    def written(self) -> Sequence[str]:
+        """The files, whose age tells one that was written anew."""
+        return self.paths
+
     def fingerprint(self) -> str:
         """Keys, sizes and extensions: what is read, wherever it lies."""
         hasher = hashlib.blake2b(repr(self.extensions).encode(), digest_size=8)
