@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import optree
 import pytest
@@ -79,6 +80,17 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "padded and cast": (ragged, {"collate_fn": "pad", "cast": "float16"}),
     "padded, some skipped": (ragged, {"collate_fn": "pad", "on_error": "skip"}),
     "a list": (lambda i: {"x": ragged(i), "n": i, "s": np.float32(i), "t": f"item {i}"}, {"collate_fn": "list"}),
+    "odd things in a list": (
+        lambda i: {
+            "record": np.array([(i, (i, 1))], [("a", "i4"), ("b", "f8", (2,))]),
+            "nested": np.array([((i, 2.5),)], [("in", [("x", "i2"), ("y", "f4")])]),
+            "day": np.datetime64("2020-01-01") + i,
+            "numbers": (bool(i % 2), 2**62 + i, i / 3, complex(i, float("inf")), float("-inf")),
+            "texts": ("\N{SNOWMAN}\udc80" * (i % 3), b"\0\xff" * (i % 3)),
+            "half": np.array(i, "float32").astype(ml_dtypes.bfloat16),
+        },
+        {"collate_fn": "list"},
+    ),
     "a function": (ragged, {"collate_fn": collated}),
     "shuffled in blocks": (lambda i: np.full(4, i), {"shuffle": penstock.Blocks(rows=5, group=20)}),
     "shuffled": (lambda i: np.full(4, i), {"shuffle": True, "seed": 3}),

@@ -11,8 +11,9 @@ parent, the rest where load runs.
 from __future__ import annotations
 
 import dataclasses
-import pickle
-from collections.abc import Iterator
+import json
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -23,8 +24,7 @@ from penstock._core import context
 from penstock._core.arena import AnyArena
 from penstock._core.cache import NEVER, RANDOM, Memory, resident
 from penstock._core.layout import LINE, PAGE
-from penstock._core.pickles import dumps
-from penstock._core.spec import Array, dump_tree, flatten, load_tree
+from penstock._core.spec import Array, dump_tree, flatten, load_tree, to_dtype
 from penstock._core.task import LOAD, Shelved
 
 __all__ = ["HEAP_INDEX_BYTES", "HeapForm", "HeapStore"]
@@ -40,6 +40,7 @@ HEADER_BYTES: Final = 512
 AMPLE: Final = 4
 LEAST_ROOM_BYTES: Final = 64 * 2**10
 MOST_TREES: Final = 64  # trees that keep changing are not worth remembering
+_HEAD_BYTES: Final = 24  # three numbers: bytes of the tree, of what is said of its leaves, of these
 _PLAIN: Final = (bool, int, float, complex, str, bytes)
 
 
@@ -89,13 +90,14 @@ class HeapShelf:
         record = self.heap[where : where + size]
         at = 0
         while at < size:
-            length, nbytes = record[at : at + 16].view(np.int64).tolist()
-            tree, parts = pickle.loads(record[at + 16 : at + 16 + length].tobytes())
-            begin = at + _lined(16 + length)
+            shape_of_tree, length, nbytes = record[at : at + _HEAD_BYTES].view(np.int64).tolist()
+            head = record[at + _HEAD_BYTES : at + _HEAD_BYTES + shape_of_tree + length].tobytes()
+            tree, parts = head[:shape_of_tree], json.loads(head[shape_of_tree:])
+            begin = at + _lined(_HEAD_BYTES + len(head))
             body = record[begin : begin + nbytes].copy()
             leaves = []
-            for kind, dtype, shape, offset in parts:
-                count = int(np.prod(shape, dtype=np.int64))
+            for kind, described, shape, offset in parts:
+                dtype, count = _dtype(described), math.prod(shape)
                 data = body[offset : offset + count * dtype.itemsize]
                 leaves.append(_put_together(kind, data.view(dtype).reshape(shape) if count else np.empty(shape, dtype)))
             yield optree.tree_unflatten(self.loaded(tree), leaves)
@@ -153,20 +155,21 @@ class Records:
     def _append(self, sample: Any, at: int) -> int:
         """Write one sample if it fits; where the next one would go."""
         values, tree = flatten(sample)
-        parts: list[tuple[str, Any, tuple[int, ...], int]] = []
+        parts: list[tuple[str, Any, tuple[int, ...], int]] = []  # kind, dtype, shape, place
         arrays: list[Array] = []
         size = 0
         for value in values:
             kind, array = _taken_apart(value)
-            parts.append((kind, array.dtype, array.shape, size))
+            parts.append((kind, _described(array.dtype), array.shape, size))
             arrays.append(array)
             size += _lined(array.nbytes)
-        head = dumps((self._shelf.dumped(tree), parts))
-        begin = at + _lined(16 + len(head))
+        shape_of_tree, told = self._shelf.dumped(tree), json.dumps(parts).encode()
+        head = shape_of_tree + told
+        begin = at + _lined(_HEAD_BYTES + len(head))
         if begin + size > self._end:
             return begin + size
-        self._shelf.heap[at : at + 16].view(np.int64)[:] = len(head), size
-        self._shelf.heap[at + 16 : at + 16 + len(head)] = np.frombuffer(head, np.uint8)
+        self._shelf.heap[at : at + _HEAD_BYTES].view(np.int64)[:] = len(shape_of_tree), len(told), size
+        self._shelf.heap[at + _HEAD_BYTES : at + _HEAD_BYTES + len(head)] = np.frombuffer(head, np.uint8)
         for array, (_, _, _, offset) in zip(arrays, parts, strict=True):
             if array.nbytes:
                 there = self._shelf.heap[begin + offset : begin + offset + array.nbytes]
@@ -182,8 +185,8 @@ def _taken_apart(value: Any) -> tuple[str, Array]:
     if isinstance(value, np.generic) and not value.dtype.hasobject:
         return "generic", np.asarray(value)
     if kind in _PLAIN:
-        # Pickled in the sample's stead: an int may be of any size.
-        return "plain", np.frombuffer(pickle.dumps(value, 5), np.uint8)
+        # As text: an int may be of any size, where only a collate_fn sees it.
+        return kind.__name__, np.frombuffer(_said(value), np.uint8)
     if kind.__module__ == "torch" and kind.__name__ == "Tensor" and value.device.type == "cpu":
         try:
             return "torch", value.detach().numpy()
@@ -195,11 +198,43 @@ def _taken_apart(value: Any) -> tuple[str, Array]:
     )
 
 
+def _said(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else repr(value).encode()
+
+
+_FROM_BYTES: Final[dict[str, Callable[[bytes], Any]]] = {
+    "bytes": bytes,
+    "str": lambda data: data.decode("utf-8", "surrogatepass"),
+    "bool": lambda data: data == b"True",
+    "int": int,
+    "float": float,
+    "complex": lambda data: complex(data.decode()),
+}
+
+
+def _described(dtype: np.dtype[Any]) -> Any:
+    """A dtype in words that JSON knows."""
+    return dtype.name if dtype.type.__module__.startswith("ml_dtypes") else np.lib.format.dtype_to_descr(dtype)
+
+
+def _dtype(described: Any) -> np.dtype[Any]:
+    return to_dtype(described if isinstance(described, str) else _fields(described))
+
+
+def _fields(described: Any) -> Any:
+    """The fields of a record: JSON has made lists of its tuples."""
+    if isinstance(described, str):
+        return described
+    return [(tuple(n) if isinstance(n, list) else n, _fields(form), *map(tuple, rest)) for n, form, *rest in described]
+
+
 def _put_together(kind: str, array: Array) -> Any:
     if kind == "generic":
         return array[()]
-    if kind == "plain":
-        return pickle.loads(array.tobytes())
+    if kind in _FROM_BYTES:
+        return _FROM_BYTES[kind](array.tobytes())
     if kind == "torch":
         import torch
 
