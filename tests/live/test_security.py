@@ -159,7 +159,6 @@ def test_where_there_is_memfd_it_is_used() -> None:
 
 # Each with what it reads: the user's own load, items, errors and classes, which come from a process of the same user.
 PICKLES_READ: Final = {
-    "_core/cache_heap.py": "samples of varying form in the cache in memory, from workers; the cache on disk has none",
     "_core/crew/portable.py": "the program, words of the parent",
     "_core/spec.py": "trees of samples, made of the user's classes",
     "_core/template.py": "the program, orders of the parent, its own errors to see whether they survive the way",
