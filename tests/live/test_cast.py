@@ -180,3 +180,10 @@ def test_what_a_collate_fn_makes_is_cast_by_its_own_names(crew: str, each: int |
     assert batch["all"].tolist() == [0, 0.5, 1, 1.5]
     with pytest.raises(SpecError, match="cast names"):
         batches(crew, range(4), load, cast={"sum": "float16"}, **options)
+
+
+@pytest.mark.parametrize("cast", [("float32", None), ["float32"], (penstock.OnDevice("float32"), None)])
+def test_a_cast_by_place_is_told_to_be_a_dict(cast: Any) -> None:
+    """Numpy's own error would be about something else."""
+    with pytest.raises(TypeError, match=r"\{0: \"float32\"\}"):
+        penstock.Feed(range(3), lambda i: (np.float64(i), i), cast=cast)

@@ -396,6 +396,10 @@ def split_cast(cast: AnyCast) -> tuple[Cast, Cast]:
     """What is cast while it is written into the slot, and what on the device."""
     if isinstance(cast, OnDevice):
         return None, cast.dtype
+    if isinstance(cast, list | tuple):
+        raise TypeError(
+            f'cast={cast!r} goes by place, which a dict does: {{0: "float32"}} casts the first part of a tuple'
+        )
     if not isinstance(cast, Mapping):
         return cast, None
     entries: dict[str, Any] = dict(cast)

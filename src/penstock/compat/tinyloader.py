@@ -68,8 +68,8 @@ class Loader(abc.ABC):
         a copy is needed only to free that memory early.
         """
         if isinstance(response, tuple | list):
-            return tuple(map(_tensor, response))
-        return _tensor(response)
+            return tuple(map(_tensors, response))
+        return _tensors(response)
 
     def shutdown(self) -> None:  # noqa: B027 - nothing to do unless a loader has something
         """Called once in your process when the loading is over, also when it was left early or failed."""
@@ -105,6 +105,17 @@ class SharedMemoryShim(Loader):
     def shutdown(self) -> None:
         """Tell the wrapped loader."""
         self.loader.shutdown()
+
+
+def _tensors(value: Any) -> Any:
+    """A tensor of each array, also of those in lists, tuples and dicts."""
+    if isinstance(value, dict):
+        return {key: _tensors(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return list(map(_tensors, value))
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(map(_tensors, value))
+    return _tensor(value)
 
 
 def load(loader: Loader, items: Iterable[Any]) -> Generator[Any, None, None]:
