@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Iterator
 from typing import Final
@@ -283,9 +284,17 @@ def _item_bytes(options: Options, schedule: Schedule, epoch: int, base: int) -> 
     _, items = schedule.first(epoch, base, start=0, size=1)
     if not items:
         return 8
-    if not options.in_processes:
-        return 64  # nothing of it travels, so it need not even be possible to pickle it
+    if not options.in_processes:  # nothing of it travels, so it need not even be possible to pickle it
+        return max(64, _held_bytes(items[0]))
     return len(dump_items(items[:1]))
+
+
+def _held_bytes(item: object) -> int:
+    """About what an item takes in this process, where a shuffle window holds many of them."""
+    if isinstance(item, np.ndarray):
+        return int(item.nbytes)
+    inside = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ()
+    return sys.getsizeof(item) + sum(map(_held_bytes, inside))
 
 
 class _Planner:

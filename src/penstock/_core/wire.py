@@ -8,12 +8,14 @@ from __future__ import annotations
 import enum
 import pickle
 import struct
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
 from penstock._core.errors import LoadError, said, shown
 from penstock._core.pickles import dumps
+from penstock._core.source import Unread
 from penstock._core.task import Failure, Reply, Status, Task
 
 __all__ = [
@@ -39,14 +41,24 @@ def dump_items(items: Any) -> bytes:
         return dumps(items)
     except Exception as error:  # whatever the user's objects do while they are pickled
         raise TypeError(
-            f"items like {shown(items[0])} cannot be sent to worker processes ({said(error)}): items "
+            f"items like {shown(_first_refusing(items))} cannot be sent to worker processes ({said(error)}): items "
             'are identities (paths, keys, indices) that can be pickled; or use executor="thread" or num_workers=0'
         ) from error
 
 
+def _first_refusing(items: Any) -> Any:
+    for item in items:
+        try:
+            dumps(item)
+        except Exception:  # noqa: BLE001 - same as above
+            return item
+    return items[0]
+
+
 def encode_task(task: Task) -> bytes:
-    """A task as bytes."""
+    """A task as bytes; each item by itself where they could not be unpacked together."""
     count = len(task.indices)
+    apart = Failure.TOGETHER in task.barred and task.items is not None
     head = _TASK.pack(
         task.id,
         task.slot,
@@ -56,14 +68,15 @@ def encode_task(task: Task) -> bytes:
         task.start,
         task.epoch,
         task.skip,
-        task.items is not None,
+        (2 if apart else 1) if task.items is not None else 0,
         len(task.barred),
         task.places is not None,
         task.first,
         0 if task.kept is None else len(task.kept),
     )
     places = task.places.tobytes() if task.places is not None else b""
-    body = dump_items(task.items) if task.items is not None else b""
+    items = [dump_items([item]) for item in task.items or ()] if apart else task.items
+    body = dump_items(items) if items is not None else b""
     barred = np.array(task.barred, np.int64).tobytes() if task.barred else b""
     kept = task.kept.tobytes() if task.kept is not None else b""
     return b"".join((head, task.indices.tobytes(), places, barred, kept, body))
@@ -75,8 +88,8 @@ def ident_of(data: bytes) -> int:
     return ident
 
 
-def decode_task(data: bytes) -> Task:
-    """A task from bytes."""
+def decode_task(data: bytes, note: Callable[[int], None] | None = None) -> Task:
+    """A task from bytes; ``note`` is told which item is unpacked, where each is by itself."""
     (
         ident,
         slot,
@@ -102,7 +115,18 @@ def decode_task(data: bytes) -> Task:
     at += 8 * bars
     kept = np.frombuffer(data, np.int64, shelved, at) if shelved else None
     items = pickle.loads(memoryview(data)[at + 8 * shelved :]) if has_items else None
+    if has_items == 2 and items is not None:
+        items = [None if o in barred else _unpacked(packed, o, note) for o, packed in enumerate(items)]
     return Task(ident, slot, offset, capacity, start, epoch, indices, items, skip, barred, places, kept, first)
+
+
+def _unpacked(packed: bytes, ordinal: int, note: Callable[[int], None] | None) -> Any:
+    if note is not None:
+        note(ordinal)
+    try:
+        return pickle.loads(packed)[0]
+    except Exception as error:  # noqa: BLE001 - the user's classes decide what can go wrong here
+        return Unread(error, lambda: pickle.loads(packed)[0])
 
 
 def encode_reply(reply: Reply) -> bytes:

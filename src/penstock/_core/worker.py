@@ -30,7 +30,7 @@ from penstock._core.order import mix
 from penstock._core.overdue import LOOKED, NOT_TIMED, RECORD, RECORD_BYTES
 from penstock._core.program import Program, Setup
 from penstock._core.stacks import write_when_asked
-from penstock._core.task import Grant, Reply, Status, Task
+from penstock._core.task import Failure, Grant, Reply, Status, Task
 from penstock._core.wire import decode_task, encode_reply, ident_of
 
 __all__ = ["probed", "run", "settle"]
@@ -93,15 +93,22 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
     def finish(data: bytes) -> None:
         record(ident_of(data) + 1)
         try:
-            task = decode_task(data)
+            place[0] = Failure.TOGETHER
+            task = decode_task(data, lambda ordinal: place.__setitem__(0, ordinal))
+            place[0] = 0
         except Exception as error:  # noqa: BLE001 - the user's classes decide what can go wrong here
-            reply = Reply(ident_of(data), worker, Status.FAILED, body=failure_of(error, 0, None))
+            reply = Reply(ident_of(data), worker, Status.FAILED, body=failure_of(error, Failure.TOGETHER, None))
         else:
             reply = filler.do(task, ask)
             in_time()
             del task
         filler.fresh = False
-        replies.send(encode_reply(reply))
+        try:
+            answer = encode_reply(reply)
+        except MemoryError:
+            lack = MemoryError("the texts of a task, which travel beside the slot, found no room in the worker")
+            answer = encode_reply(Reply(reply.task, worker, Status.FAILED, body=failure_of(lack, 0, None)))
+        replies.send(answer)
         record(0)
         cramped = reply.status is Status.AGAIN
         worked_s = reply.seconds
@@ -147,7 +154,15 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
                     filler.replaceable = True
             elif word == "probe":
                 record(1)
-                answer = probed(filler, rest[0])
+                place[0] = Failure.TOGETHER
+                try:
+                    task = decode_task(rest[0], lambda ordinal: place.__setitem__(0, ordinal))
+                except Exception as error:  # noqa: BLE001 - as in finish()
+                    answer = Reply(0, worker, Status.FAILED, body=failure_of(error, Failure.TOGETHER, None))
+                else:
+                    place[0] = 0
+                    answer = probed(filler, task)
+                    del task
                 in_time()
                 replies.send(encode_reply(answer))
                 record(0)

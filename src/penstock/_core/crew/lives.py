@@ -14,9 +14,9 @@ from penstock._core.budget import format_bytes
 from penstock._core.errors import LoadTimeout, PenstockError, WorkerLost, printable, said, shown
 from penstock._core.pickles import by_value
 from penstock._core.program import Program
-from penstock._core.task import Failure, Task
+from penstock._core.task import Failure, Reply, Status, Task
 
-__all__ = ["PROBE", "Deaths", "cannot_start", "manner", "pickled"]
+__all__ = ["PROBE", "Deaths", "cannot_start", "manner", "pickled", "unpack_apart"]
 
 PROBE: Final = 0  # the id of the probe's task; those of the engine begin at 1
 # An item is given two more chances: what killed its worker may have been the machine, not the item, even twice.
@@ -152,6 +152,15 @@ def lost(task: Task, ordinal: int, code: int, memory: str) -> WorkerLost:
         item=item,
         exitcode=code,
     )
+
+
+def unpack_apart(task: Task, reply: Reply) -> bool:
+    """Whether the items of a task could not be unpacked together: then it is done again with each by itself."""
+    together = isinstance(reply.body, Failure) and reply.body.ordinal == Failure.TOGETHER
+    if reply.status is not Status.FAILED or not together or Failure.TOGETHER in task.barred:
+        return False
+    task.barred = (*task.barred, Failure.TOGETHER)
+    return True
 
 
 def manner(code: int) -> str:

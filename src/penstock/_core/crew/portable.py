@@ -38,7 +38,7 @@ from penstock._core.fill import Filler, failure_of
 from penstock._core.limit import RETIRED, Birth, Limit
 from penstock._core.overdue import NOT_TIMED, RECORD, RECORD_BYTES, Overdue
 from penstock._core.program import Probe, Program, Setup
-from penstock._core.task import Busy, Grant, Reply, Status, Task
+from penstock._core.task import Busy, Failure, Grant, Reply, Status, Task
 from penstock._core.template import ONE_THREAD
 from penstock._core.wire import decode_reply, decode_task, encode_reply, encode_task, ident_of
 from penstock._core.worker import die_with, probed, settle
@@ -313,7 +313,7 @@ class PortableCrew:
                 self._tasks.appendleft(task)
                 return
             try:
-                data = _word("probe", task) if task.id == lives.PROBE else _TASK + encode_task(task)
+                data = _TASK + encode_task(task)
             except Exception as error:  # noqa: BLE001 - an item that cannot be pickled; the user gets to see it
                 self._refused = error
                 self._replies.put(Reply(task.id, worker.number, Status.FAILED, body=failure_of(error, 0, None)))
@@ -387,6 +387,9 @@ class PortableCrew:
             worker.given.popleft()
             if worker.yielding:  # this is only to say that it has
                 worker.yielding = False
+                return
+            if lives.unpack_apart(task, reply):
+                self._tasks.appendleft(task)
                 return
             reply.failures += self._deaths.failures(task)
         self._replies.put(reply)
@@ -602,10 +605,13 @@ class _Desk:
 
     def _do(self, given: Task | bytes) -> Reply:
         if isinstance(given, bytes):
+            self._current = ident_of(given) + 1
+            self._note(Failure.TOGETHER)
             try:
-                task = decode_task(given)
+                task = decode_task(given, self._note)
             except Exception as error:  # noqa: BLE001 - the user's classes decide what can go wrong here
-                return Reply(ident_of(given), self._number, Status.FAILED, body=failure_of(error, 0, None))
+                failure = failure_of(error, Failure.TOGETHER, None)
+                return Reply(ident_of(given), self._number, Status.FAILED, body=failure)
         else:
             task = given
         self._current = task.id + 1
@@ -651,9 +657,7 @@ class _Desk:
         if word == "yield":
             self._tasks.clear()
             return Grant(0, None, 0)
-        if word == "probe":
-            self._tasks.append(rest[0])
-        elif word == "setup":
+        if word == "setup":
             setup: Setup = rest[0]
             context.set_worker(context.WorkerInfo(self._number, setup.workers))
             self._filler.configure(setup.spec, setup.rows, setup.cache)

@@ -29,7 +29,7 @@ from penstock._core import machine, template
 from penstock._core.arena import CONTROL_BYTES, Arena
 from penstock._core.channel import Channel, pair
 from penstock._core.crew import probe_of
-from penstock._core.crew.lives import FRUITLESS_DEATHS, PROBE, Deaths, cannot_start, manner, pickled
+from penstock._core.crew.lives import FRUITLESS_DEATHS, PROBE, Deaths, cannot_start, manner, pickled, unpack_apart
 from penstock._core.crew.refusals import refused
 from penstock._core.errors import PenstockError, WorkerLost
 from penstock._core.limit import RETIRED
@@ -341,7 +341,7 @@ class ProcessCrew:
 
     def _send_probe(self) -> None:
         with contextlib.suppress(OSError):  # it died: told by the template, and the next worker gets it
-            self._owns[0].send(cloudpickle.dumps(("probe", self._outstanding[PROBE])))
+            self._owns[0].send(pickle.dumps(("probe", encode_task(self._outstanding[PROBE]))))
 
     def _reap_template(self, timeout_s: float | None) -> int:
         """Wait until the template is gone, by force if it takes too long; its exit code."""
@@ -396,6 +396,13 @@ class ProcessCrew:
             task.first = reply.rows
             self._parts[task.id] = _joined(self._parts.pop(task.id, None), reply)
             self._afresh[reply.worker] = task
+            return
+        if unpack_apart(task, reply):
+            if task.id == PROBE:
+                self._send_probe()
+            else:
+                self._hand_out(task)
+                self._flush()
             return
         if reply.status is Status.MORE:
             self._waiting[reply.worker] = reply.task
@@ -559,7 +566,8 @@ class ProcessCrew:
         _wait_until_gone(list(self._pids.values()))
         self._read_replies()
         self._deaths.fruitless += 1
-        if not self._has_made or self._deaths.fruitless > FRUITLESS_DEATHS:
+        # One that ends by itself before it made anybody would do so again; one that was killed may not be to blame.
+        if (not self._has_made and code >= 0) or self._deaths.fruitless > FRUITLESS_DEATHS:
             self._broken = WorkerLost(
                 f"the process that makes workers died with {manner(code)} before it could: see what it printed above",
                 exitcode=code,

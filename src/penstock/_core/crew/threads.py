@@ -18,7 +18,7 @@ from penstock._core.crew.refusals import refused
 from penstock._core.fill import Filler, InsideGauge, Room, failure_of
 from penstock._core.program import Probe, Program, Setup
 from penstock._core.stacks import users_part
-from penstock._core.task import Busy, Grant, Reply, Status, Task
+from penstock._core.task import Busy, Failure, Grant, Reply, Status, Task
 
 __all__ = ["ThreadCrew"]
 
@@ -157,11 +157,20 @@ def _work(
         return grants.get()
 
     while (task := tasks.get()) is not None:
-        try:
-            reply = filler.do(task, ask)
-        except BaseException as error:  # noqa: BLE001 - a load that calls sys.exit() must not leave the consumer waiting
-            item = task.items[0] if task.items else int(task.indices[0])
-            reply = Reply(task.id, info.id, Status.FAILED, body=failure_of(error, 0, item))
+        left_out: list[Failure] = []
+        while True:
+            try:
+                reply = filler.do(task, ask)
+                reply.failures += tuple(left_out)
+                break
+            except BaseException as error:  # noqa: BLE001 - a load that calls sys.exit() must not end the thread
+                ordinal = at[info.id].ordinal if info.id in at else 0
+                failure = failure_of(error, ordinal, task.items[ordinal] if task.items else int(task.indices[ordinal]))
+                if not filler.program.skips or ordinal in task.barred:
+                    reply = Reply(task.id, info.id, Status.FAILED, body=failure)
+                    break
+                task.barred = (*task.barred, ordinal)
+                left_out.append(failure)
         replies.put(reply)
         at.pop(info.id, None)
         # The next task may be long in coming, and these would keep its items and arrays alive.
