@@ -26,15 +26,17 @@ help:
 demo: $(DEMO)
 	@.venvs/demo/bin/python -m penstock demo $(ARGS)
 
-# Two at a time, file by file; those that measure memory from outside by themselves, with nothing else running.
+# Two at a time, file by file; those that measure memory from outside, or leave things behind on
+# purpose, by themselves.
 PYTEST := .venvs/test/bin/python -m pytest -q
-TWO := -n 2 --dist loadfile --ignore tests/memory tests
+TWO := -n 2 --dist loadfile --ignore tests/memory --ignore tests/docs/test_house.py tests
+ALONE := tests/memory tests/docs/test_house.py
 
 test: lint drivers
 	@echo '== tests'
 ifeq ($(PYTEST_ARGS),)
 	@$(PYTEST) -m 'not slow' $(TWO)
-	@$(PYTEST) -m 'not slow' tests/memory
+	@$(PYTEST) -m 'not slow' $(ALONE)
 else
 	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
 endif
@@ -43,7 +45,7 @@ test-all: lint drivers
 	@echo '== tests, the slow ones too'
 ifeq ($(PYTEST_ARGS),)
 	@$(PYTEST) $(TWO)
-	@$(PYTEST) tests/memory
+	@$(PYTEST) $(ALONE)
 else
 	@$(PYTEST) $(PYTEST_ARGS)
 endif

@@ -215,12 +215,13 @@ def test_names_are_gone_while_the_feed_lives() -> None:
 
 
 def test_close_ends_a_load_that_hangs() -> None:
-    with feed_of(range(100), lambda item: time.sleep(1000 * (item > 20)) or item, batch_size=2) as feed:  # type: ignore[func-returns-value]
+    # Slow enough that a slot is not shared by many batches, of which none comes before all are there.
+    with feed_of(range(100), lambda item: time.sleep(1000 if item > 20 else 0.005) or item, batch_size=2) as feed:  # type: ignore[func-returns-value]
         next(iter(feed))
 
 
 def test_closing_wakes_a_thread_that_waits_for_a_batch() -> None:
-    feed = feed_of(range(100), lambda item: time.sleep(1000 * (item > 7)) or item)  # type: ignore[func-returns-value]
+    feed = feed_of(range(100), lambda item: time.sleep(1000 if item > 7 else 0.005) or item)  # type: ignore[func-returns-value]
     ended = []
 
     def consume() -> None:
