@@ -26,11 +26,11 @@ help:
 demo: $(DEMO)
 	@.venvs/demo/bin/python -m penstock demo $(ARGS)
 
-# Two at a time, file by file; those that measure memory from outside, or leave things behind on
-# purpose, by themselves.
+# Two at a time, file by file; those that measure memory from outside, leave things behind on
+# purpose, or look for what anybody left, by themselves.
 PYTEST := .venvs/test/bin/python -m pytest -q
-TWO := -n 2 --dist loadfile --ignore tests/memory --ignore tests/docs/test_house.py tests
-ALONE := tests/memory tests/docs/test_house.py
+ALONE := tests/memory tests/docs/test_house.py tests/chaos/test_endings.py
+TWO := -n 2 --dist loadfile $(ALONE:%=--ignore %) tests
 
 test: lint drivers
 	@echo '== tests'

@@ -74,6 +74,8 @@ CHEAP_SLOTS_BYTES: Final = 4 * 2**20  # slots up to this much in all are not wor
 MOST_GROUP: Final = 16
 GROUPED_BYTES: Final = 8 * 2**20  # of all slots together: a slot stays about as large as a core's cache
 GROUP_S: Final = 4e-3
+# A load may be slow now and then, and what shares its slot waits for it: no load is taken to be faster than this here.
+GROUPED_LOAD_S: Final = 400e-6
 LARGE_ROWS: Final = 1024  # of a batch that is as large as it can be, before it is known how large that is
 KEPT_GROUP_S: Final = 20e-3  # where all samples are kept, so that it takes so long in the first epoch only
 DEVICE_BUFFERS: Final = 2  # one that is computed on, one that is copied into
@@ -502,7 +504,8 @@ def _grouped(costs: _Costs, workers: int, slots: int) -> _Costs:
     patience_s = KEPT_GROUP_S if worth is not None and kept >= worth else GROUP_S
 
     def fits(group: int) -> bool:
-        if group > 1 and group * costs.rows * costs.footprint.load_s > patience_s:
+        load_s = max(costs.footprint.load_s, GROUPED_LOAD_S) if costs.footprint.load_s and workers else 0.0
+        if group > 1 and group * costs.rows * load_s > patience_s:
             return False
         larger = replace(costs, group=group)
         return larger.arena(slots) <= GROUPED_BYTES and larger.total(workers, slots) <= request.memory
