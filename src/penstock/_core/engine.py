@@ -270,7 +270,8 @@ class Engine:
                 self._check(run)
                 replies = self.crew.take()
                 if self._kept is not None:
-                    self._kept.end(sum(reply.seconds for reply in replies))
+                    loads = sum(self._by_task[reply.task][2] for reply in replies if reply.task in self._by_task)
+                    self._kept.end(loads, sum(reply.seconds for reply in replies))
                 for reply in replies:
                     self._take(reply)
                 slow = self._slow() if not replies else None

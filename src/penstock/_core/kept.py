@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 import os
 import time
+import weakref
+from collections.abc import Callable
 from typing import Final
 
 from penstock._core import machine
@@ -23,6 +25,8 @@ SHARE_WITH_THREADS: Final = 0.008  # more looks are needed there
 # than they keep. Believed is only a sum of so many that is mostly growth.
 LEAST_LOOKS: Final = 16
 MOSTLY: Final = 0.5
+# Garbage of more than this share of what loads seem to keep makes it doubtful.
+MUCH: Final = 0.1
 
 
 class Kept:
@@ -34,19 +38,17 @@ class Kept:
         self._base = machine.anon_bytes(os.getpid())
         self._before: int | None = None
         self._began_s = self._next_s = self._cost_s = 0.0
-        self._unseen = self._waits = 0
-        self._mark: tuple[int, int] | None = None
-        self._freed = 0
+        self._garbage: _Garbage | None = None
+        self._mark = (0, 0)
         self._collects = False
         self._grown = self._swung = self._looks = 0
+        self._loads = self._seen = 0
         self._waited_s = self._busy_s = 0.0
         self.spent_s = 0.0
         """Time that went into looking."""
 
     def begin(self) -> None:
         """The consumer begins to wait."""
-        self._unseen += 1
-        self._waits += 1
         if self._heap is None or time.perf_counter() < self._next_s:
             self._before = None
             return
@@ -57,8 +59,9 @@ class Kept:
         self._began_s = time.perf_counter()
         self._cost_s = time.thread_time() - started
 
-    def end(self, worked_s: float) -> None:
-        """It has waited; ``worked_s`` is how long the loads that are done by now took."""
+    def end(self, loads: int, worked_s: float) -> None:
+        """It has waited; so many loads are done by now, which took ``worked_s``."""
+        self._loads += loads
         self._busy_s += worked_s
         if self._before is None or self._heap is None:
             return
@@ -66,14 +69,11 @@ class Kept:
         if self._collects:
             gc.collect()
         grown = self._heap() - self._before
-        if self._threads:
-            self._grown += grown
-            self._swung += abs(grown)
-            self._looks += grown != 0
-            self._waited_s += now - self._began_s
-        else:
-            self._grown += grown * self._unseen  # those that were not looked at are taken to be like this one
-        self._unseen = 0
+        self._grown += grown
+        self._swung += abs(grown)
+        self._looks += grown != 0
+        self._seen += loads
+        self._waited_s += now - self._began_s
         cost_s = self._cost_s + time.thread_time() - started
         self.spent_s += cost_s
         self._next_s = now + cost_s / (SHARE_WITH_THREADS if self._threads else SHARE)
@@ -81,24 +81,26 @@ class Kept:
     @property
     def bytes(self) -> int:
         """What loads keep, as far as that can be told; never more than the process has grown."""
-        grown = float(self._grown)
+        # Loads that were not looked at are taken to be like the others.
+        unseen = self._loads / self._seen if self._seen else 1.0
         if self._threads:
             if self._looks < LEAST_LOOKS or self._grown < MOSTLY * self._swung:
                 return 0
-            grown *= max(1.0, self._busy_s / self._threads / self._waited_s)
+            unseen = max(1.0, self._busy_s / self._threads / self._waited_s)
+        grown = self._grown * unseen
         return max(0, min(int(grown), machine.anon_bytes(os.getpid()) - self._base))
 
     @property
     def suspected(self) -> bool:
         """Whether ``suspect`` was called."""
-        return self._mark is not None
+        return self._garbage is not None
 
     def suspect(self) -> None:
-        """It begins to matter: from here on, see how much garbage comes about, apart from what was there already."""
-        before = self._heap() if self._heap is not None else 0
-        gc.collect()
-        self._freed = before - self._heap() if self._heap is not None else 0
-        self._mark = (_collected(), self._waits)
+        """It begins to matter: from here on, see how much garbage comes about, and how much there was."""
+        if self._heap is not None:
+            self._garbage = _Garbage(self._heap)
+            gc.collect()
+            self._mark = self._grown, self._garbage.bytes
 
     def confirmed(self) -> int:
         """What loads keep, after ``suspect``: garbage that waits for its collector is not kept.
@@ -106,19 +108,36 @@ class Kept:
         Where there is much of it, it comes about while loads run and goes at any other time, so that nothing can be
         said of what was added up: counting begins anew, with garbage collected before each look.
         """
-        assert self._mark is not None
-        collected, waits = self._mark
+        if self._garbage is None:
+            return self.bytes
         gc.collect()
-        if self._waits > waits:
-            littered = _collected() - collected >= self._waits - waits
-        else:
-            littered = self._freed > self._grown // 10
-        if littered and not self._collects:
+        grown, garbage = self._grown, self._garbage.bytes
+        if grown > self._mark[0]:  # what the collector found first may be anybody's
+            grown, garbage = grown - self._mark[0], garbage - self._mark[1]
+        if not self._collects and garbage > MUCH * grown:
             self._collects = True
             self._grown = self._swung = self._looks = 0
+            self._loads = self._seen = 0
         return self.bytes
 
 
-def _collected() -> int:
-    """Objects that the garbage collector has freed so far."""
-    return sum(generation["collected"] for generation in gc.get_stats())
+class _Garbage:
+    """Counts the bytes that the garbage collector frees, for as long as it is kept."""
+
+    def __init__(self, heap: Callable[[], int]) -> None:
+        self.bytes = 0
+        self._heap = heap
+        self._before = 0
+        itself = weakref.ref(self, lambda _: gc.callbacks.remove(told))
+
+        def told(phase: str, _: dict[str, int]) -> None:
+            if (garbage := itself()) is not None:
+                garbage._told(phase)
+
+        gc.callbacks.append(told)
+
+    def _told(self, phase: str) -> None:
+        if phase == "start":
+            self._before = self._heap()
+        else:
+            self.bytes += max(0, self._before - self._heap())

@@ -46,6 +46,6 @@ class Patience:
 def users_level() -> int:
     """How many frames above the caller's the user's own line is: batches are asked for in several ways."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "penstock":
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("penstock", "weakref"):
         level, frame = level + 1, frame.f_back
     return level
