@@ -45,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     config.stash[_TEMP] = tempfile.mkdtemp(prefix="penstock-tests-")
     os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_TEMP]
+    if hasattr(config, "workerinput"):  # one of several at a time: orphans are known by their process group
+        os.setpgid(0, 0)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -290,8 +290,16 @@ FEW_MANNERS = {
     "portable fork": ("SIGKILL", "sys.exit"),
     "portable spawn": ("SIGKILL",),
 }
+# Of the rest, those who run the quick tests see each place with each crew once.
+QUICK = ("SIGKILL",)
 TABLE = [
-    pytest.param(place, manner, crew, id=f"{place}-{manner}-{crew}")
+    pytest.param(
+        place,
+        manner,
+        crew,
+        id=f"{place}-{manner}-{crew}",
+        marks=() if crew == "forkserver" or manner in QUICK else pytest.mark.slow,
+    )
     for place in PLACES
     for crew in CREWS
     for manner in FEW_MANNERS.get(crew, MANNERS)
@@ -314,7 +322,12 @@ def test_a_worker_that_dies_once_is_not_noticed_in_the_data(
 
 
 @pytest.mark.parametrize(
-    ("manner", "crew"), [*((manner, "forkserver") for manner in MANNERS), ("SIGKILL", "portable fork")]
+    ("manner", "crew"),
+    [
+        ("SIGKILL", "forkserver"),
+        ("SIGKILL", "portable fork"),
+        *(pytest.param(one, "forkserver", marks=pytest.mark.slow) for one in MANNERS if one != "SIGKILL"),
+    ],
 )
 @pytest.mark.parametrize("place", PLACES)
 def test_an_item_that_always_kills_is_named(place: str, manner: str, start: dict[str, Any]) -> None:

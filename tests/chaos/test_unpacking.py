@@ -50,7 +50,7 @@ def feed_of(harm: str, **options: Any) -> Feed:
 
 @pytest.mark.parametrize("portable", ["0", "1"])
 @pytest.mark.parametrize("harm", ["dies", "raises"])
-@pytest.mark.parametrize("size", [1, 4, 20])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(20, marks=pytest.mark.slow)])
 def test_the_item_that_does_harm_is_skipped_and_no_other(
     portable: str, harm: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

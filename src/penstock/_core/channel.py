@@ -50,7 +50,11 @@ class Channel:
         """The next message; b"" when the other end is closed; BlockingIOError if there is none and it may not wait."""
         # The flag, not the socket's mode: the mode belongs to the description that all workers share.
         flags = socket.MSG_CMSG_CLOEXEC if wait else socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-        count, ancillary, _, _ = self.socket.recvmsg_into([self._buffer], socket.CMSG_SPACE(4), flags)
+        try:
+            count, ancillary, _, _ = self.socket.recvmsg_into([self._buffer], socket.CMSG_SPACE(4), flags)
+        except ConnectionResetError:
+            # The other end is gone and left something unread, which the kernel tells first: what it said is still there.
+            count, ancillary, _, _ = self.socket.recvmsg_into([self._buffer], socket.CMSG_SPACE(4), flags)
         if count == 0:
             return b""
         if self._buffer[0] == _INLINE[0]:

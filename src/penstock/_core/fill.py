@@ -238,7 +238,7 @@ class Filler:
             random = random or context.drew()
             wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
             # Off the processor without having asked for it: the machine is busy, which is not the load's doing.
-            costs.append((wall_s, cpu_s if _gave_way() > gave_way else wall_s))
+            costs.append((wall_s, cpu_s) if _gave_way() > gave_way else (min(wall_s, cpu_s),) * 2)
             peak = max(peak, gauge.peak_bytes())  # before anything is kept: that is the probe's own
             if spec is None:
                 spec = self._spec_of(sample, item)
@@ -248,7 +248,7 @@ class Filler:
             # Slow loads are not done twice, nor, as far as that costs no memory, any. How many workers there will be is
             # not known yet: a sample that asked is made again.
             fixed = fixed and not isinstance(program.load, Into) and not context.asked()
-            if fixed and (costs[-1][0] > PROBE_S or spec.sample_bytes <= KEPT_BYTES):
+            if fixed and (wall_s > PROBE_S or spec.sample_bytes <= KEPT_BYTES):
                 self._kept[task.epoch, int(task.indices[ordinal])] = _copied(sample)
             if time.perf_counter() - began > PROBE_S:
                 break
@@ -300,7 +300,9 @@ class Filler:
         if not samples:
             return None
         spec = Spec.of(samples[0])
-        load_s, cpu_s = wall_s / len(samples), (cpu_s if _gave_way() > gave_way else wall_s) / len(samples)
+        if _gave_way() == gave_way:  # off the processor only because the machine is busy
+            wall_s = cpu_s = min(wall_s, cpu_s)
+        load_s, cpu_s = wall_s / len(samples), cpu_s / len(samples)
         load_bytes = self._load_bytes(gauge.peak_bytes(), spec, exact=gauge.apart)
         return Probe(spec, 0, load_s, cpu_s, load_bytes, idle)
 
