@@ -252,6 +252,7 @@ class Filler:
                 self._kept[task.epoch, int(task.indices[ordinal])] = _copied(sample)
             if time.perf_counter() - began > PROBE_S:
                 break
+            del sample, samples  # or the next load would seem to take this one too
         if spec is None:
             return None
         # The median: the first load may import things, and any may be interrupted.

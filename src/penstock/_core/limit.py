@@ -22,6 +22,7 @@ TRIM_S: Final = 0.02  # giving back costs milliseconds, and the next load may wa
 KEPT_SLACK_BYTES: Final = 2**20  # loads differ a little
 # A look takes 2 us. Tasks are about a millisecond of work, those of small batches less: then several are waited for.
 LOOK_S: Final = 0.5e-3
+CALM_S: Final = 2e-3  # the same for a worker that is far from its line
 SOFT_SHARE: Final = 0.6  # of the growth that is allowed: what is above may be needed by the next load
 
 
@@ -52,15 +53,16 @@ class Limit:
         allowed = held_bytes + max(0, min(int(SOFT_SHARE * free), free - load_bytes))
         self._soft = birth.anon_bytes + allowed
         self._urgent = self._soft + (growth_bytes - allowed) // 2
+        self._near = self._soft - allowed // 2
         self._trimmed_s = 0.0
-        self._unseen_s = LOOK_S
+        self._look_s = self._unseen_s = LOOK_S
         machine.limit_data(growth_bytes, above_bytes=birth.data_bytes or None)
         keep(min(allowed, load_bytes + KEPT_SLACK_BYTES))
 
     def due(self, worked_s: float) -> bool:
         """Whether it is time to look again, after a task that took so long."""
         self._unseen_s += worked_s
-        if self._unseen_s < LOOK_S:
+        if self._unseen_s < self._look_s:
             return False
         self._unseen_s = 0.0
         return True
@@ -74,6 +76,7 @@ class Limit:
 
     def _outgrown(self) -> bool:
         size = self._anon_bytes()
+        self._look_s = LOOK_S if size > self._near else CALM_S
         if size <= self._soft:
             return False
         now = time.monotonic()
