@@ -18,6 +18,7 @@ import numpy as np
 import penstock
 from penstock import Feed, MiB
 
+STREAMED = 1500
 _leak: list[Any] = []
 
 
@@ -55,6 +56,15 @@ def load_ragged(i: int) -> Any:
 
 def load_192k(i: int) -> Any:
     return np.full((192 * 1024 // 4,), float(i), np.float32)
+
+
+def load_80k(i: int) -> Any:
+    return np.full((20_000,), float(i), np.float32)
+
+
+def growing(count: int, *, small: int, large: int) -> Iterator[bytes]:
+    for i in range(count):
+        yield bytes(10 if i < small else large)
 
 
 def big_files(folder: Path) -> list[str]:
@@ -122,6 +132,22 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], dict[str, Any]]] = {
         lambda f: (range(1000), load_192k),
         {"batch_size": 16, "num_workers": 2, "executor": "thread", "epochs": 2, "cache": "ram"},
     ),
+    # Planned for as they are at first; later a batch of them is a third of the budget.
+    "items that become large": (
+        MiB(64),
+        lambda f: (growing(STREAMED, small=200, large=300_000), len),
+        {"batch_size": 64, "num_workers": 1},
+    ),
+    "shuffled items that become large": (
+        MiB(96),
+        lambda f: (growing(STREAMED, small=500, large=200_000), len),
+        {"batch_size": 8, "num_workers": 2, "shuffle": True},
+    ),
+    "the largest batch": (
+        MiB(96),
+        lambda f: (range(4000), load_80k),
+        {"batch_size": "max", "num_workers": 1},
+    ),
     "spawn": (
         MiB(256),
         lambda f: (range(1500), load_192k),
@@ -135,6 +161,7 @@ def main() -> None:
     budget, make, keywords = CASES[name]
     epochs, take = keywords.pop("epochs", 1), keywords.pop("take", None)
     items, load = make(folder)
+    count = len(items) if hasattr(items, "__len__") else STREAMED
     warnings.simplefilter("error")
     print("base", flush=True)
     sys.stdin.readline()
@@ -149,7 +176,7 @@ def main() -> None:
         json.dumps(
             {
                 "samples": samples,
-                "expected": None if take else epochs * len(items),
+                "expected": None if take else epochs * count,
                 "peak_bytes": feed.stats.peak_bytes,
                 "planned": plan.total_bytes,
                 "restarts": feed.stats.restarts,

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock._core.order import Order, Permutation, mix, rng_for, windowed
+from penstock._core.order import Order, Permutation, Window, mix, rng_for, windowed
 
 words = st.integers(-(2**63), 2**63 - 1)
 LARGE = 10**12
@@ -315,6 +315,34 @@ def test_a_window_pulls_no_further_than_it_must(length: int, size: int, seed: in
         assert pulled <= size + given - 1
         assert item < pulled
     assert given == pulled == length
+
+
+@given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 70), st.integers(0, 200), words)
+def test_a_window_of_bytes_holds_no_more_than_it_may(items: list[int], size: int, most: int, seed: int) -> None:
+    """Large items make it smaller, down to one; all come once, and the same way every time."""
+    pulled = 0
+
+    def stream() -> Iterator[int]:
+        nonlocal pulled
+        for item in items:
+            pulled += item
+            yield item
+
+    def draw() -> Window[int]:
+        return windowed(stream(), size, seed=seed, epoch=0, weigh=int, most_bytes=most)
+
+    window = draw()
+    out: list[int] = []
+    for item in window:
+        held = pulled - sum(out)  # with the one that was just drawn, which the caller has now
+        assert held <= max(most - 1, 0) + 50
+        assert window.held_bytes == held
+        out.append(item)
+    assert sorted(out) == sorted(items)
+    assert out == list(draw())
+    assert list(windowed(items, size, seed=seed, epoch=0, weigh=int, most_bytes=10**9)) == list(
+        windowed(items, size, seed=seed, epoch=0)
+    )
 
 
 def test_a_window_works_on_endless_streams() -> None:

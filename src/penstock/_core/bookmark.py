@@ -71,6 +71,7 @@ class Saved:
     inside: int
     drawn: int
     window: int | None
+    window_bytes: int | None
     skipped: list[tuple[Any, BaseException]]
 
 
@@ -106,8 +107,12 @@ def check_saved(state: Any, identity: Mapping[str, Any], *, world: int, strict: 
             f"this state was taken in the middle of an item, by one of {state['world']} ranks, and here there are "
             f"{world}: go on with as many, or save at the end of an epoch"
         )
-    window = None if state.get("window") is None else _count(state, "window")
-    return Saved(_count(state, "epoch"), place, inside, _count(state, "drawn"), window, read_skipped(state))
+    window, window_bytes = (
+        None if state.get(name) is None else _count(state, name) for name in ("window", "window_bytes")
+    )
+    return Saved(
+        _count(state, "epoch"), place, inside, _count(state, "drawn"), window, window_bytes, read_skipped(state)
+    )
 
 
 def _count(state: Mapping[str, Any], name: str) -> int:

@@ -53,7 +53,7 @@ class Channel:
         try:
             count, ancillary, _, _ = self.socket.recvmsg_into([self._buffer], socket.CMSG_SPACE(4), flags)
         except ConnectionResetError:
-            # The other end is gone and left something unread, which the kernel tells first: what it said is still there.
+            # The other end went and left something unread, which the kernel tells first: what it said is still there.
             count, ancillary, _, _ = self.socket.recvmsg_into([self._buffer], socket.CMSG_SPACE(4), flags)
         if count == 0:
             return b""

@@ -67,6 +67,7 @@ TASK_S: Final = 1e-3
 # Items that take microseconds are much alike, and a task costs both sides, all in all, as much as dozens of them.
 QUICK_ITEM_S: Final = 20e-6
 QUICK_TASK_S: Final = 4e-3
+TASK_ITEM_BYTES: Final = 2**20  # a task is made smaller where its items are large: they travel, and are held twice
 COPY_TASK_BYTES: Final = 4 * 2**20  # the same for samples that only have to be copied
 # Copying a batch of this size takes about as long as telling a worker to, and being told that it was done.
 NEAR_BYTES: Final = 256 * 2**10
@@ -92,6 +93,8 @@ class Unit:
     """Samples of the first item that were handed out before (resume)."""
     name: Callable[[int], Any] | None = None
     """What an index is called, where it says little."""
+    weight: int = 0
+    """Bytes that the items take in this process, where it holds them only for us."""
     chunks: deque[Chunk] = dataclasses.field(default_factory=deque)
     open: int = 0
     """Tasks that are not accounted for."""
@@ -127,6 +130,8 @@ class Engine:
         spare_bytes: int,
         samples_per_item: int | None,
         probe: Probe,
+        items_bytes: int = 0,
+        held: Callable[[], int] = int,
         mixing: Mixing | None = None,
         cache: Callable[[AnyArena], Store | None] | None = None,
     ) -> None:
@@ -166,6 +171,11 @@ class Engine:
         """The last batch that was larger than a slot is planned to be."""
         # Without workers nothing is gained by loading ahead, and the caches are lost.
         self._most_units = slots if plan.workers else 1
+        # Items of a stream, which nobody else holds: what the plan has for them, and half of what it has for nothing.
+        self._held = held
+        self._weighs = False
+        """Whether items are held only here: a stream's."""
+        self._most_held = items_bytes + plan.free_bytes // 2
         self._next_task = 1
         self._next_batch = 0
         self._row_s = probe.load_s
@@ -211,8 +221,7 @@ class Engine:
             if run != self.run:
                 return []
             # The last one that was handed out too: Ctrl-C may have come before the consumer had it.
-            last = [] if self._last is None or any(self._last is unit for unit in self._units) else [self._last]
-            left = [*last, *self._units, *self._prepared]
+            left = [*self._begun(), *self._prepared]
             if self._section.broken:  # the books cannot be trusted; the feed makes a new engine
                 self._source = None
             else:
@@ -234,6 +243,8 @@ class Engine:
         began = time.perf_counter()
         # How long the consumer was away, the last times more than those before.
         self._away_s += 0.3 * (began - self._gave_at_s - self._away_s)
+        if not self._units or self._units[0] is not self._last:
+            self._last = None  # whoever asks for more has got it, and its items may be large
         waited = False
         while True:
             with self._lock, self._section:
@@ -395,7 +406,8 @@ class Engine:
         ledger = self._ledger
         if self._starved or (self.mode is Mode.WHOLE and self._requests):
             return  # what is free belongs to those who wait for room
-        while ledger.has_free and len(self._units) < self._most_units and (unit := self._draw(pull)) is not None:
+        most = self._most_units
+        while ledger.has_free and len(self._units) < most and self._light() and (unit := self._draw(pull)) is not None:
             if self.mode is Mode.FLOW and self._units and ledger.free < 2:
                 self._prepared.appendleft(unit)  # the last free slot belongs to the unit that is handed out next
                 break
@@ -406,6 +418,27 @@ class Engine:
             self._begin(unit, here=here)
         if pull and len(self._prepared) < self._ahead and (unit := self._draw(pull, fresh=True)) is not None:
             self._prepared.append(unit)
+
+    def _begun(self) -> list[Unit]:
+        """The units whose items are here, the one that was handed out last among them."""
+        last = [] if self._last is None or any(self._last is unit for unit in self._units) else [self._last]
+        return [*last, *self._units]
+
+    def _light(self) -> bool:
+        """Whether further items may be pulled from a stream, with those that are here already."""
+        if not self._weighs:
+            return True
+        held = sum(unit.weight for unit in self._begun())
+        if not held or held < self._most_held:
+            return True
+        if held > self._most_held + self.plan.free_bytes // 2 and not self._excessive:
+            self._excessive = True
+            self._excess = (
+                f"the items of {len(self._begun())} batches take {format_bytes(held)} before they are loaded, much more "
+                f"than the first ones, and the budget of {format_bytes(self.plan.memory)} has no room for that: give "
+                "names of samples as items and let load read them, or a smaller batch_size"
+            )
+        return False
 
     def _draw(self, pull: bool, *, fresh: bool = False) -> Unit | None:
         if self._prepared and not fresh:
@@ -444,6 +477,7 @@ class Engine:
         self._copy_s += 0.2 * ((time.perf_counter() - began) / (chunk.rows * self.plan.sample_bytes) - self._copy_s)
 
     def _begin(self, unit: Unit, *, here: bool) -> None:
+        self._weighs = unit.weight > 0
         count = loaded = len(unit.indices)
         kept: Shelved | None = None
         if self.cache is not None and (kept := self.cache.look(unit.indices)) is not None:
@@ -484,6 +518,8 @@ class Engine:
             return np.split(by_block, self._mixing.cuts(unit.indices[by_block]))
         count = len(unit.indices)
         size = count if self.mode is not Mode.ROWS else self._rows_a_task(count, loaded)
+        if self.mode is Mode.ROWS and unit.weight > TASK_ITEM_BYTES:
+            size = min(size, count * TASK_ITEM_BYTES // unit.weight + 1)
         return [slice(start, start + size) for start in range(0, count, size)]
 
     def _chunk(self, tasks: Sequence[int]) -> Chunk:
@@ -629,7 +665,9 @@ class Engine:
             unit = self._units.pop()
             for chunk in unit.chunks:
                 self._ledger.drop(chunk.batch)
-            self._prepared.appendleft(Unit(unit.epoch, unit.start, unit.indices, unit.items, unit.skip, unit.name))
+            self._prepared.appendleft(
+                dataclasses.replace(unit, chunks=deque(), open=0, failure=None, seen_ordinal=-1, seen=0)
+            )
         self._withdraw()  # perhaps nobody is left to begin them: all workers may wait for room
 
     def _too_large(self, size: int, room: int) -> BudgetError:
@@ -778,6 +816,7 @@ class Engine:
         stats = self.stats
         stats.cache_bytes, counted = (0, 0) if self.cache is None else self.cache.resident_bytes()
         stats.arena_bytes = max(0, self.crew.arena.resident_bytes() - counted)
+        stats.other_bytes = self._held() + sum(unit.weight for unit in self._begun())
         stats.worker_bytes = self._inside_bytes
         if self._kept is not None:
             stats.worker_bytes += self._kept.bytes
@@ -789,7 +828,7 @@ class Engine:
             risen.append(most - own)
         # What each rose to in between is known, whether together is not: one surely did, of the others half is counted.
         most_risen = max(risen, default=0)
-        used = stats.arena_bytes + stats.worker_bytes + stats.cache_bytes
+        used = stats.arena_bytes + stats.worker_bytes + stats.cache_bytes + stats.other_bytes
         together = used + most_risen + (sum(risen) - most_risen) // 2
         # A worker that was replaced is not there any more, and was as large as it says.
         stats.peak_bytes = max(stats.peak_bytes, together, used + self.crew.retired_bytes)
@@ -850,12 +889,12 @@ def _place(ordinal: int, part: Part) -> int:
 def _moved(failure: Failure, part: Part) -> Failure:
     """The same failure, with its place in the unit."""
     at = failure.ordinal
-    return failure if at == Failure.BATCH else dataclasses.replace(failure, ordinal=_place(at, part))
+    return failure if at < 0 else dataclasses.replace(failure, ordinal=_place(at, part))
 
 
 def _item(unit: Unit, ordinal: int) -> Any:
     """The item at a place of a unit, or all of them where it is nobody's alone."""
-    if ordinal == Failure.BATCH:
+    if ordinal < 0:
         return list(unit.items) if unit.items is not None else unit.indices.tolist()
     if ordinal >= len(unit.indices):
         return None
@@ -880,6 +919,8 @@ def error_of(failure: Failure, unit: Unit, plan: Plan | None = None, *, spare_by
     what, advice = ("load", ' (to leave such items out: on_error="skip")')
     if failure.ordinal == Failure.BATCH:
         what, advice = "collate_fn", ""
+    elif failure.ordinal == Failure.UNPACKING:
+        what, advice = "unpacking", ""
     if isinstance(error, MemoryError) and plan is not None and plan.workers:
         share = plan.worker_bytes + (plan.free_bytes - spare_bytes) // plan.workers
         fresh = ", and a fresh one had no room for it either" if failure.fresh else ""

@@ -263,6 +263,7 @@ class Feed:
             "world": self._options.world,
             "drawn": here.drawn + here.place,
             "window": self._window,
+            "window_bytes": self._window_bytes,
             **self._identity(),
             "skipped": write_skipped(skipped),
         }
@@ -284,12 +285,17 @@ class Feed:
                 )
             items.skip(saved.drawn - given)
             self._place.drawn = saved.drawn - saved.place
-        if saved.window is not None and self._launched is not None and saved.window != self._window:
-            raise ValueError(
-                f"this state was shuffled {saved.window} items at a time, and this feed is at work with "
-                f"{self._window}: load the state into a feed that has not begun"
-            )
-        self._schedule.window = saved.window
+        if self._launched is not None:
+            for mine, theirs, what in (
+                (self._window, saved.window, "items"),
+                (self._window_bytes, saved.window_bytes, "bytes"),
+            ):
+                if theirs is not None and mine != theirs:
+                    raise ValueError(
+                        f"this state was shuffled {theirs} {what} at a time, and this feed is at work with {mine}: "
+                        "load the state into a feed that has not begun"
+                    )
+        self._schedule.window, self._schedule.window_bytes = saved.window, saved.window_bytes
         self._next_epoch = saved.epoch
         self._place.go_to(saved.epoch, saved.place, saved.inside)
         self._stats.skipped[:] = saved.skipped
@@ -301,7 +307,13 @@ class Feed:
             return None
         if self._schedule.mixing is not None:
             return self._schedule.mixing.group
-        return self._launched.cut.window if self._options.streams else None
+        return self._launched.cut.window[0] if self._options.streams else None
+
+    @property
+    def _window_bytes(self) -> int | None:
+        """The same in bytes, where large items make it fewer of them."""
+        begun = self._launched is not None and self._options.shuffle and self._options.streams
+        return self._launched.cut.window[1] if begun and self._launched is not None else None
 
     @functools.cached_property
     def _fingerprint(self) -> str | None:

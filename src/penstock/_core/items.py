@@ -8,6 +8,7 @@ out when an iteration stops early is given again to the next one.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,10 +18,23 @@ import numpy.typing as npt
 
 from penstock._core.errors import LoadError, said, shown
 from penstock._core.lines import Lines
-from penstock._core.order import windowed
+from penstock._core.order import Window, windowed
 from penstock._core.source import Source
 
-__all__ = ["Picker", "Stream", "sort_out", "stream_error"]
+__all__ = ["Picker", "Stream", "held_bytes", "sort_out", "stream_error"]
+
+_PLAIN = {int, float, str, bytes, bool, type(None)}
+
+
+def held_bytes(item: object) -> int:
+    """About what an item takes in this process."""
+    if type(item) in _PLAIN:
+        return sys.getsizeof(item)
+    if isinstance(item, np.ndarray):
+        return int(item.nbytes)
+    inside = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ()
+    size = getattr(item, "nbytes", 0)  # what frameworks call it
+    return sys.getsizeof(item) + (size if isinstance(size, int) else 0) + sum(map(held_bytes, inside))
 
 
 class Picker:
@@ -78,24 +92,34 @@ class Stream:
         self._back: deque[Any] = deque()
         self._flow: Iterator[Any] | None = None
         self._to_skip = 0
+        self._window: Window[Any] | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """What waits in the shuffle window."""
+        return 0 if self._window is None else self._window.held_bytes
 
     @property
     def restarts(self) -> bool:
         """Whether a new epoch begins at the start again."""
         return not self._once
 
-    def begin(self, window: int | None, seed: int, epoch: int, base: int) -> Iterator[Any]:
-        """The items of an epoch from a place on, in order or drawn from a shuffle window.
+    def begin(self, window: tuple[int, int] | None, seed: int, epoch: int, base: int) -> Iterator[Any]:
+        """The items of an epoch from a place on, in order or drawn from a shuffle window of so many items and bytes.
 
         What comes before is pulled and let go. A one-time stream is where it is, but for what ``skip`` says.
         """
         if not self._once:
-            items = iter(self._items) if window is None else windowed(self._items, window, seed=seed, epoch=epoch)
+            items = iter(self._items)
+            if window is not None:
+                items = self._window = _drawn(self._items, window, seed, epoch)
             return itertools.islice(items, base, None) if base else items
         if self._flow is None:  # one window for the whole life of the stream, or what waits in it would be lost
             assert self._raw is not None
             raw: Iterator[Any] = _Pull(self._peeked, self._raw)
-            self._flow = raw if window is None else windowed(raw, window, seed=seed, epoch=0)
+            self._flow = raw
+            if window is not None:
+                self._flow = self._window = _drawn(raw, window, seed, 0)
         items = _Pull(self._back, self._flow)
         while self._to_skip:
             self._to_skip -= 1
@@ -122,6 +146,11 @@ class Stream:
         except Exception as error:
             raise stream_error(error, start) from error
         return list(itertools.islice(itertools.chain(self._back, self._peeked), start, stop))
+
+
+def _drawn(items: Iterable[Any], window: tuple[int, int], seed: int, epoch: int) -> Window[Any]:
+    size, most_bytes = window
+    return windowed(items, size, seed=seed, epoch=epoch, weigh=held_bytes, most_bytes=most_bytes)
 
 
 class _Pull(Iterator[Any]):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Iterator
 from typing import Final
@@ -26,7 +25,7 @@ from penstock._core.delivery import Delivery, arriving, device_dtypes, device_ro
 from penstock._core.engine import Engine, Unit, error_of
 from penstock._core.errors import BudgetError, PenstockError
 from penstock._core.fill import Failed
-from penstock._core.items import Picker
+from penstock._core.items import Picker, held_bytes
 from penstock._core.layout import PAGE, Layout, slot_bytes
 from penstock._core.line_reader import READ_BYTES
 from penstock._core.options import Options
@@ -133,6 +132,8 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             spare_bytes=spare,
             samples_per_item=options.each,
             probe=probe,
+            items_bytes=planner.held_bytes(plan),
+            held=lambda: schedule.held_bytes,
             mixing=schedule.mixing,
             cache=cache,
         )
@@ -287,16 +288,8 @@ def _item_bytes(options: Options, schedule: Schedule, epoch: int, base: int) -> 
     if not items:
         return 8
     if not options.in_processes:  # nothing of it travels, so it need not even be possible to pickle it
-        return max(64, _held_bytes(items[0]))
+        return max(64, held_bytes(items[0]))
     return len(dump_items(items[:1]))
-
-
-def _held_bytes(item: object) -> int:
-    """About what an item takes in this process, where a shuffle window holds many of them."""
-    if isinstance(item, np.ndarray):
-        return int(item.nbytes)
-    inside = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ()
-    return sys.getsizeof(item) + sum(map(_held_bytes, inside))
 
 
 class _Planner:
@@ -312,13 +305,20 @@ class _Planner:
         self._item_bytes = item_bytes
         self.keeping = Keeping(None)
         """How samples are kept, once it is known what they are."""
-        self._window = schedule.window or _window(options.memory, item_bytes)
+        self._window = (
+            schedule.window or _window(options.memory, item_bytes),
+            schedule.window_bytes or options.memory // WINDOW_SHARE,
+        )
 
     def _device_rows(self, probe: Probe, rows: tuple[int, ...]) -> tuple[int, ...] | None:
         device = self._options.device
         if device is None or self._program.collate is not None:
             return None if device is None else rows
         return device_row_bytes(device, probe.spec, self._options.on_device)
+
+    def held_bytes(self, plan: Plan) -> int:
+        """What the plan has for the items of all slots."""
+        return plan.slots * plan.batches_per_slot * plan.batch_size // (self._options.each or 1) * self._item_bytes
 
     def cut(self, plan: Plan) -> Cut:
         """How epochs are cut under this plan."""
@@ -366,7 +366,8 @@ class _Planner:
         later = program.load is None and source is not None and not source.in_memory and options.in_processes
         later = later and isinstance(crew, InlineCrew)
         processes = crew is None or later or not isinstance(crew, InlineCrew | ThreadCrew)
-        window_bytes = self._window * self._item_bytes if options.streams and options.shuffle else 0
+        # All that it may take, not what it takes at first: items may become larger.
+        window_bytes = self._window[1] if options.streams and options.shuffle else 0
         lines = self._schedule.lines
         kept_bytes = window_bytes if lines is None else lines.parent_bytes
         footprint = Footprint(
@@ -420,7 +421,7 @@ class _Planner:
         if program.collate is None:
             notes = (*notes, *_savings(probe.spec, options.on_device))
         if window_bytes:
-            notes = (*notes, f"shuffle window of {self._window:,} items: {format_bytes(window_bytes)}")
+            notes = (*notes, f"shuffle window of {self._window[0]:,} items, of {format_bytes(window_bytes)} at most")
         if lines is not None:
             notes = (*notes, lines.note())
         plan = dataclasses.replace(

@@ -219,6 +219,11 @@ class Located:
         return SCAN_BYTES + (0 if self._source.packed else self._index.expected_bytes())
 
     @property
+    def held_bytes(self) -> int:
+        """What the index takes now."""
+        return 0 if self._source.packed else self._index.nbytes
+
+    @property
     def item_bytes(self) -> int:
         """What one line adds to a message."""
         if not self._source.packed:

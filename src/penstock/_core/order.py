@@ -10,7 +10,7 @@ It does not know what items are, where they are read, or how many workers there 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Mixing", "Order", "Permutation", "mix", "rng_for", "windowed"]
+__all__ = ["Mixing", "Order", "Permutation", "Window", "mix", "rng_for", "windowed"]
 
 T = TypeVar("T")
 Words = NDArray[np.uint64]
@@ -268,48 +268,80 @@ class Order:
         return Permutation(self.length, mix(_FOR_ORDER, self.seed, self.epoch))(places)
 
 
-def windowed(items: Iterable[T], size: int, *, seed: int, epoch: int) -> Iterator[T]:
+def windowed(
+    items: Iterable[T],
+    size: int,
+    *,
+    seed: int,
+    epoch: int,
+    weigh: Callable[[T], int] | None = None,
+    most_bytes: int = 0,
+) -> Window[T]:
     """The items of a stream, each drawn at random from a window of ``size`` items.
 
     Lazy: the first item needs at most ``size`` pulled, every further one at most one more. A stream that fits in the
-    window comes out fully permuted.
+    window comes out fully permuted. With ``weigh``, the window holds fewer items where they are large: no further one
+    is pulled while those in it weigh ``most_bytes`` or more.
     """
     if size < 1:
         raise ValueError(f"a shuffle window of {size} items cannot give any: size must be at least 1")
-    return _Window(iter(items), size, mix(_FOR_WINDOW, seed, epoch))
+    return Window(iter(items), size, mix(_FOR_WINDOW, seed, epoch), weigh, most_bytes)
 
 
-class _Window(Iterator[T]):
-    """Not a generator: one that the stream's error, or Ctrl-C, has passed through is over, and its window lost."""
+class Window(Iterator[T]):
+    """Items of a stream that wait for their turn.
 
-    __slots__ = ("_full", "_gap", "_items", "_key", "_size", "_turn", "_window")
+    Not a generator: one that the stream's error, or Ctrl-C, has passed through is over, and its window lost.
+    """
 
-    def __init__(self, items: Iterator[T], size: int, key: int) -> None:
+    __slots__ = ("_gap", "_heavy", "_items", "_key", "_most", "_size", "_turn", "_weigh", "_weighed", "_window")
+
+    def __init__(self, items: Iterator[T], size: int, key: int, weigh: Callable[[T], int] | None, most: int) -> None:
         self._items, self._size, self._key = items, size, key
+        self._weigh, self._most = weigh, most
         self._window: list[T] = []
-        self._full = False
+        self._heavy = self._weighed = 0
         self._gap = -1
         self._turn = 0
 
+    @property
+    def held_bytes(self) -> int:
+        """What the items in it weigh."""
+        return self._heavy
+
     def __next__(self) -> T:
         window = self._window
-        if not self._full:
-            # What was pulled before it was interrupted stays in the list.
-            window.extend(itertools.islice(self._items, self._size - len(window)))
-            self._full = True
-        elif self._gap >= 0:
-            # The next item is pulled only now, when one more is wanted.
-            try:
-                window[self._gap] = next(self._items)
-            except StopIteration:
-                window[self._gap] = window[-1]
-                window.pop()
+        if self._gap >= 0:
+            # The next item is pulled only now, when one more is wanted; the one that was drawn is let go first.
+            if self._weigh is not None:
+                self._heavy -= self._weigh(window[self._gap])
+            window[self._gap] = window[-1]
+            window.pop()
+            self._weighed -= 1
             self._gap = -1
+        self._fill()
         if not window:
             raise StopIteration
         self._gap = mix(self._key, self._turn) % len(window)
         self._turn += 1
         return window[self._gap]
+
+    def _fill(self) -> None:
+        """Pull until the window is full; what was pulled before it was interrupted stays in the list."""
+        window, weigh = self._window, self._weigh
+        if weigh is None:
+            window.extend(itertools.islice(self._items, self._size - len(window)))
+            return
+        while True:
+            while self._weighed < len(window):
+                self._heavy += weigh(window[self._weighed])
+                self._weighed += 1
+            if len(window) >= self._size or (window and self._heavy >= self._most):
+                return
+            before = len(window)
+            window.extend(itertools.islice(self._items, 1))
+            if len(window) == before:
+                return
 
 
 def rng_for(seed: int, epoch: int, index: int) -> np.random.Generator:

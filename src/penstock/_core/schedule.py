@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock._core.engine import Unit
-from penstock._core.items import Picker, Stream, stream_error
+from penstock._core.items import Picker, Stream, held_bytes, stream_error
 from penstock._core.lines import Located
 from penstock._core.options import Options
 from penstock._core.order import Mixing, Order
@@ -35,8 +35,8 @@ class Cut:
     """Items a batch; a remainder is left out if the user wants only full ones."""
     exact: bool
     """Whether batches are made of whole units: not so where items give any number of samples, or may be skipped."""
-    window: int
-    """Items of a shuffle window, for streams."""
+    window: tuple[int, int]
+    """Items of a shuffle window, for streams, and the most bytes of them."""
     travels: bool
     """Whether rows of a source in memory are sent to workers as items."""
 
@@ -49,6 +49,8 @@ class Schedule:
         self._items = options.items
         self.window: int | None = None
         """How many items are shuffled at a time, of a stream or in blocks, if a saved state says what it must be."""
+        self.window_bytes: int | None = None
+        """The same in bytes, of a stream."""
         self.mixing: Mixing | None = None
         """How blocks are mixed, once it is known."""
         o = options
@@ -67,6 +69,13 @@ class Schedule:
         if isinstance(self._items, Stream):
             return None
         return self._items.length if isinstance(self._items, Picker) else len(self._items)
+
+    @property
+    def held_bytes(self) -> int:
+        """What this process holds of the items, apart from those that are in somebody's hands."""
+        if isinstance(self._items, Stream):
+            return self._items.held_bytes
+        return 0 if self.lines is None else self.lines.held_bytes
 
     @property
     def extent(self) -> int | None:
@@ -221,7 +230,8 @@ class Schedule:
             if not pulled or (o.drop_last and cut.exact and len(pulled) < cut.unit_items):
                 return
             indices = base + o.rank + o.world * np.arange(start, start + len(pulled), dtype=np.int64)
-            yield Unit(epoch, start, indices, pulled, inside if start == 0 else 0)
+            weight = sum(map(held_bytes, pulled))
+            yield Unit(epoch, start, indices, pulled, inside if start == 0 else 0, weight=weight)
             start += len(pulled)
 
     def take_back(self, units: list[Unit], position: int) -> bool:

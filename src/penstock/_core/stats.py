@@ -26,11 +26,14 @@ class Stats:
     wait_s: float = 0.0
     """Seconds that the consumer waited for a batch."""
     peak_bytes: int = 0
-    """Most memory that was seen in use by arena, workers and cache together."""
+    """Most memory that was seen in use by all of the following together."""
     arena_bytes: int = 0
     """Memory of the arena when last looked at."""
     worker_bytes: int = 0
     """Memory of template and workers when last looked at, shared pages counted in proportion."""
+    other_bytes: int = 0
+    """What this process holds for the feed when last looked at: items of a stream before they are loaded, their shuffle
+    window, an index of lines."""
     measure_s: float = 0.0
     """Seconds of processor time that looking at memory took, in this process and in workers."""
     cache_bytes: int = 0

@@ -123,6 +123,8 @@ class Failure:
 
     BATCH: ClassVar[int] = -1
     """The place of an error that is nobody's alone: a collate_fn's."""
+    UNPACKING: ClassVar[int] = -2
+    """The same for items that could not be unpacked, not even one by one: there was no room for them."""
     COLLATING: ClassVar[int] = 2**32 - 1
     """The same in a worker's record, where places are unsigned."""
     TOGETHER: ClassVar[int] = 2**32 - 2

@@ -5,6 +5,7 @@ Runs in the parent. It decides and does nothing: who is started, and how a death
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections import Counter
 from typing import Any, Final
@@ -156,11 +157,15 @@ def lost(task: Task, ordinal: int, code: int, memory: str) -> WorkerLost:
 
 def unpack_apart(task: Task, reply: Reply) -> bool:
     """Whether the items of a task could not be unpacked together: then it is done again with each by itself."""
-    together = isinstance(reply.body, Failure) and reply.body.ordinal == Failure.TOGETHER
-    if reply.status is not Status.FAILED or not together or Failure.TOGETHER in task.barred:
+    if reply.status is not Status.FAILED or not isinstance(reply.body, Failure):
         return False
-    task.barred = (*task.barred, Failure.TOGETHER)
-    return True
+    if reply.body.ordinal != Failure.TOGETHER:
+        return False
+    if Failure.TOGETHER not in task.barred:
+        task.barred = (*task.barred, Failure.TOGETHER)
+        return True
+    reply.body = dataclasses.replace(reply.body, ordinal=Failure.UNPACKING)
+    return False
 
 
 def manner(code: int) -> str:

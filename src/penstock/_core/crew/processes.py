@@ -27,7 +27,7 @@ import cloudpickle
 
 from penstock._core import machine, template
 from penstock._core.arena import CONTROL_BYTES, Arena
-from penstock._core.channel import Channel, pair
+from penstock._core.channel import SMALL, Channel, pair
 from penstock._core.crew import probe_of
 from penstock._core.crew.lives import FRUITLESS_DEATHS, PROBE, Deaths, cannot_start, manner, pickled, unpack_apart
 from penstock._core.crew.refusals import refused
@@ -37,7 +37,7 @@ from penstock._core.overdue import LOOKED, RECORD, RECORD_BYTES
 from penstock._core.pickles import introduce
 from penstock._core.program import Probe, Program, Setup
 from penstock._core.stacks import Stacks
-from penstock._core.task import Busy, Failure, Grant, Reply, Status, Task
+from penstock._core.task import Busy, Failure, Grant, Mode, Reply, Status, Task
 from penstock._core.wire import Notice, decode_notice, decode_reply, encode_task, ident_of
 from penstock._core.worker import leave
 
@@ -46,6 +46,7 @@ __all__ = ["MOST_WORKERS", "ProcessCrew"]
 MOST_WORKERS: Final = CONTROL_BYTES // RECORD_BYTES
 CLOSE_S: Final = 5.0
 STACK_S: Final = 0.2  # for a worker to write down where it is
+MOST_SENT_BYTES: Final = 4 * 2**20  # of large messages that lie there for workers, in memory that is nobody's
 
 
 class ProcessCrew:
@@ -69,6 +70,10 @@ class ProcessCrew:
         self._setup: bytes | None = None
         self._outstanding: dict[int, Task] = {}
         self._backlog: deque[Task] = deque()
+        self._large: dict[int, int] = {}  # task -> bytes of its message, where that is large
+        self._enough = False
+        """Whether sending waits for replies, not for the socket."""
+        self._in_rows = program.mode is Mode.ROWS  # other tasks may wait for one that was sent later
         self._waiting: dict[int, int] = {}  # worker -> task for which it waits for a grant
         self._parked: set[int] = set()  # tasks whose worker died while it waited: they have no room before the grant
         self._yielding: dict[int, int] = {}  # worker -> task that it was told to give up, and has not answered yet
@@ -164,7 +169,9 @@ class ProcessCrew:
         """Block until a worker or the template has something to say, or a task can be sent that could not be before."""
         if self._events or self._broken or self._closed:
             return
-        poller = self._poller_out if self._backlog else self._poller
+        if self._enough:  # replies since then may have made room for what was held back, and no other need follow
+            self._flush()
+        poller = self._poller_out if self._backlog and not self._enough else self._poller
         poller.poll(None if timeout_s is None else timeout_s * 1000)
 
     def take(self) -> list[Reply]:
@@ -359,12 +366,26 @@ class ProcessCrew:
     # ---- what comes in
 
     def _flush(self) -> None:
+        self._enough = False
         try:
-            while self._backlog:
-                self._tasks.send(encode_task(self._backlog[0]), wait=False)
-                self._backlog.popleft()
+            while self._backlog and not self._sent_enough():
+                data = encode_task(self._backlog[0])
+                self._tasks.send(data, wait=False)
+                task = self._backlog.popleft()
+                if len(data) > SMALL and self._in_rows:
+                    self._large[task.id] = len(data)
         except BlockingIOError:
             return
+
+    def _sent_enough(self) -> bool:
+        """Whether there are large messages enough for everybody, and one more."""
+        if self._large:
+            unsent = {task.id for task in self._backlog}
+            self._large = {
+                ident: size for ident, size in self._large.items() if ident in self._outstanding and ident not in unsent
+            }
+            self._enough = len(self._large) > len(self._owns) and sum(self._large.values()) >= MOST_SENT_BYTES
+        return self._enough
 
     def _read_replies(self) -> None:
         with contextlib.suppress(BlockingIOError):
