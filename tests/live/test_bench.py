@@ -18,9 +18,10 @@ import pytest
 from penstock._bench import faults, harness, memory, report
 from penstock._bench.cases import CASES, COSTS
 from penstock._bench.claims import CLAIMS
-from penstock._bench.contenders import CONTENDERS, Running
+from penstock._bench.contenders import CONTENDERS
 from penstock._bench.drive import drive
 from penstock._bench.limits import LIMITS
+from penstock._bench.running import Running
 from penstock._bench.workloads import WORKLOADS, Job, Sizes
 from penstock._core.program import Pad
 
