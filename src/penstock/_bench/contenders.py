@@ -34,7 +34,8 @@ class _Penstock:
     def facts(self) -> dict[str, Any]:
         plan, stats = self._feed.plan, self._feed.stats
         return {
-            "budget_bytes": plan.memory, "planned_bytes": plan.total_bytes, "slots": plan.slots, "workers": plan.workers, "notes": [str(note) for note in plan.notes], "held_samples": plan.held_samples,
+            "budget_bytes": plan.memory, "planned_bytes": plan.total_bytes, "slots": plan.slots,
+            "workers": plan.workers, "held_samples": plan.held_samples, "notes": list(plan.notes),
             "peak_bytes": stats.peak_bytes, "copied": stats.copied, "wait_s": stats.wait_s,
             "restarts": stats.restarts, "measure_s": stats.measure_s,
             "cpu_s": (watch.cpu_s(os.getpid()) or 0.0) - self._cpu_s,
@@ -122,9 +123,7 @@ CONTENDERS: Final = {
         _ours("penstock-cache", "Penstock, samples kept in memory", cache="ram"),
         Contender("penstock-half", "Penstock, memory for half of them", _open_penstock_half, "process", ours=True),
         Contender("penstock-unheld", "Penstock, its budget not enforced", _open_penstock_unheld, "process", ours=True),
-        Contender(
-            "penstock-tinyloader", "tinyloader's interface on Penstock", through_penstock, "process", ours=True
-        ),
+        Contender("penstock-tinyloader", "tinyloader's interface on Penstock", through_penstock, "process", ours=True),
         *PEERS,
     )
 }

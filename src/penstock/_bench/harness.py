@@ -145,7 +145,14 @@ def _machine() -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = {}
     for package in (
-        "penstock", "numpy", "torch", "torchdata", "tinyloader", "grain", "spdl-core", "opencv-python-headless",
+        "penstock",
+        "numpy",
+        "torch",
+        "torchdata",
+        "tinyloader",
+        "grain",
+        "spdl-core",
+        "opencv-python-headless",
     ):
         try:
             versions[package] = importlib.metadata.version(package)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import mmap
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -97,18 +99,28 @@ def _share(job: Job) -> float:
     return loaded / (time.perf_counter() - began) * job.workers
 
 
-def _disk(job: Job) -> float:
-    """One process that reads the files from the first byte to the last, from the disk, into reused memory."""
-    assert job.chill is not None
+def _read_in_order(paths: list[str]) -> None:
     memory = memoryview(_reused_memory(_DISK_READ_BYTES))
-    job.chill()
-    paths = sorted({path for path, _ in job.items})
-    began = time.perf_counter()
     for path in paths:
         with open(path, "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             while file.readinto(memory):
                 pass
-    return job.samples / (time.perf_counter() - began)
+
+
+def _disk(job: Job) -> float:
+    """Each file from its first byte to its last, from the disk, into reused memory: the best of one, two and four
+    readers, because some disks want to be asked for several things at once."""
+    assert job.chill is not None
+    paths = sorted({path for path, _ in job.items})
+    best_s = float("inf")
+    for readers in (1, 2, 4):
+        job.chill()
+        began = time.perf_counter()
+        with ThreadPoolExecutor(readers) as pool:  # reading leaves the GIL alone
+            list(pool.map(_read_in_order, [paths[first::readers] for first in range(readers)]))
+        best_s = min(best_s, time.perf_counter() - began)
+    return job.samples / best_s
 
 
 def _driven(job: Job, open_: Callable[[Job], Running]) -> float:
@@ -188,7 +200,7 @@ LIMITS: Final[dict[str, tuple[str, Callable[[Job], float]]]] = {
     "read": ("all workers reading page cache into reused memory", _read_together),
     "share": ("one process loading, times the workers", _share),
     "loops": ("a plain loop, times the workers", _loops),
-    "disk": ("one process reading the cold files in order", _disk),
+    "disk": ("the cold files read in order", _disk),
     "waits": ("the workers waiting all the time", _waits),
     "preloaded": ("samples copied out of one array", _preloaded),
     "gather": ("a bare x[index] per batch", _gather),

@@ -5,11 +5,11 @@ What "advises" came to, where there was a choice:
     torch       persistent workers for training; ``__getitems__`` for data that is in memory; an iterable-style dataset
                 that deals lines to its workers, or a map-style one over an index of them
     tinyloader  workers per epoch, which is what its context manager does
-    grain       ``shuffle``, ``map``, ``batch``, ``repeat`` of a ``MapDataset``, one iterator over all epochs; its buffers
+    grain       ``shuffle``, ``map``, ``batch``, ``repeat`` of a ``MapDataset``, one iterator over all epochs; buffers
                 count batches here and are as deep as torch's: its default of 500 is meant for small single elements
-    spdl        a pipeline with a continuous source; samples whose load is work of its own are one task each, small ones
-                a task a batch. Its regions of processes do not keep the order, a pool of processes for a stage does.
-                With an arena: an iterable in each of several subprocesses, and a pool of segments for its batches
+    spdl        a pipeline with a continuous source; samples whose load is work of its own are one task each, small
+                ones a task a batch. Its regions of processes do not keep the order; a pool of processes for a stage
+                does. With an arena: an iterable in each of several subprocesses, and segments for its batches
 
 Runs in the trial process; what workers may have to unpickle is a top-level name.
 """
@@ -20,6 +20,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -120,24 +121,26 @@ class _LineIndex:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._file: Any = None
-        starts, at = [], 0
+        self._file: int | None = None
+        ends, at = [0], 0
+        whole = []
         with open(path, "rb") as file:
             for line in file:
-                if line.strip():
-                    starts.append(at)
                 at += len(line)
-        self._starts = np.array(starts)
+                ends.append(at)
+                if line.strip():
+                    whole.append(len(ends) - 2)
+        self._starts, self._ends = np.array(ends)[whole], np.array(ends)[1:][whole]
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> str:
         if self._file is None:
-            self._file = open(self._path, "rb")  # noqa: SIM115 - as long as the worker lives
-        self._file.seek(self._starts[index])
-        line: str = self._file.readline().decode().strip()
-        return line
+            self._file = os.open(self._path, os.O_RDONLY)  # as long as the worker lives
+        start = int(self._starts[index])
+        # Not seek and read: threads share the file, and its position.
+        return os.pread(self._file, int(self._ends[index]) - start, start).decode().strip()
 
 
 class _TorchColumns:

@@ -203,7 +203,9 @@ def as_markdown(results: Results) -> str:
 def as_json(results: Results) -> str:
     """Every trial and every median."""
     tree = dataclasses.asdict(results)
-    tree["claims"] = [{**dataclasses.asdict(verdict), "text": verdict.claim.text} for verdict in judge(results.summaries)]
+    tree["claims"] = [
+        {**dataclasses.asdict(verdict), "text": verdict.claim.text} for verdict in judge(results.summaries)
+    ]
     return json.dumps(tree, indent=1)
 
 

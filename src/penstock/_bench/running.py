@@ -1,8 +1,8 @@
 """What a contender is, and the whole batches that most of them load at a time.
 
 ``Contender.open`` gets a ``Job`` in the trial process and gives something with ``epochs()``: an endless iterator of
-passes, each an iterable of batches. The time from calling ``open`` to the first batch is the contender's; imports of its
-framework are not: they are named in ``needs`` and paid before. A contender keeps what it can between epochs (its
+passes, each an iterable of batches. The time from calling ``open`` to the first batch is the contender's; imports of
+its framework are not: they are named in ``needs`` and paid before. A contender keeps what it can between epochs (its
 workers, where it has a switch for that), because a training run would.
 
 Runs in the trial process and in the workers of peers; what they may have to unpickle is a top-level name.

@@ -79,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory: what torch's DataLoader and Penstock add at the peak, beside a budget; less than three minutes. "
         "faults: a worker is killed every 250 ms, what is lost (nothing) and what it costs; about a minute",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer contenders and rounds: less than three minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller sizes, fewer contenders and rounds: less than three minutes"
+    )
     parser.add_argument(
         "--workload", action="append", choices=[*WORKLOADS], help="only this one; repeat for more (all)"
     )
