@@ -111,8 +111,9 @@ def _auto(workload: str) -> list[Claim]:
         pairs = [("penstock-auto", ("penstock-0", "penstock-thread", "penstock-process"))]
     else:
         pairs = [("penstock-auto", ("penstock-0", "penstock-thread", "penstock"))]
-    if "penstock-into-auto" in WORKLOADS[workload].contenders:
-        pairs.append(("penstock-into-auto", ("penstock-into-0", "penstock-into-thread", "penstock-into")))
+    for way in ("penstock-into", "penstock-load"):
+        if f"{way}-auto" in WORKLOADS[workload].contenders:
+            pairs.append((f"{way}-auto", (f"{way}-0", f"{way}-thread", way)))
     return [Claim(workload, auto, 0.9, others=fixed, group="the best fixed choice") for auto, fixed in pairs]
 
 
