@@ -17,10 +17,11 @@ import pytest
 
 from penstock._bench import faults, harness, memory, report
 from penstock._bench.cases import CASES, COSTS
-from penstock._bench.claims import CLAIMS
-from penstock._bench.contenders import CONTENDERS, Running
+from penstock._bench.claims import CLAIMS, judge
+from penstock._bench.contenders import CONTENDERS
 from penstock._bench.drive import drive
 from penstock._bench.limits import LIMITS
+from penstock._bench.running import Running
 from penstock._bench.workloads import WORKLOADS, Job, Sizes
 from penstock._core.program import Pad
 
@@ -28,7 +29,11 @@ TINY = Sizes(
     big_files=3,
     big_bytes=64 * 1024,
     big_samples=8,
-    rows=700,
+    rows=768,
+    cifar_rows=300,
+    cifar_batch=32,
+    latency_items=40,
+    latency_ms=0.05,
     slow_items=64,
     slow_ms=0.05,
     python_rows=600,
@@ -86,7 +91,7 @@ def _one_byte_off(batches: list[Any]) -> list[Any]:
     return batches
 
 
-@pytest.mark.parametrize("name", ["big", "python", "slow", "lines", "images"])
+@pytest.mark.parametrize("name", ["big", "python", "slow", "latency", "lines", "images"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -102,36 +107,152 @@ def test_a_contender_with_wrong_content_is_found_out(name: str, change: Any, tmp
     assert _wrong(_job(name, tmp_path), change)
 
 
+@pytest.mark.parametrize("name", ["shards", "rows", "cifar"])
 @pytest.mark.parametrize(
     "change",
     [lambda batches: batches[:-1], lambda batches: [*batches[:-1], batches[0]], _one_byte_off],
     ids=["one missing", "one twice", "one byte off"],
 )
-def test_wrong_rows_of_shards_are_found_out(change: Any, tmp_path: Path) -> None:
-    """These come in any order but that of the files."""
-    assert _wrong(_job("shards", tmp_path), change)
+def test_wrong_rows_of_a_shuffled_epoch_are_found_out(name: str, change: Any, tmp_path: Path) -> None:
+    """These come in any order but that of the source."""
+    assert _wrong(_job(name, tmp_path), change)
 
 
-@pytest.mark.parametrize("name", ["big", "python", "slow", "lines", "images", "shards"])
+@pytest.mark.parametrize("name", ["big", "python", "slow", "latency", "lines", "images", "shards", "rows", "cifar"])
 def test_right_content_passes_the_check(name: str, tmp_path: Path) -> None:
     """Otherwise the check would prove nothing when it complains."""
     assert _wrong(_job(name, tmp_path), lambda batches: batches) == ""
 
 
-def test_an_order_that_was_to_be_shuffled_and_is_not_is_found_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["rows", "cifar"])
+def test_an_order_that_was_to_be_shuffled_and_is_not_is_found_out(name: str, tmp_path: Path) -> None:
     """Otherwise slices could be served in place of gathers."""
-    job = _job("rows", tmp_path)
-    assert "shuffled" in _wrong(job, lambda batches: batches)
+    job = _job(name, tmp_path)
+    in_order = [tuple(column[start : start + job.batch_size] for column in job.arrays or ())
+                for start in range(0, job.samples, job.batch_size)]  # fmt: skip
+    batches = in_order if job.finish is None else [job.finish(batch) for batch in in_order]
+    assert "shuffled" in _wrong(job, lambda _: batches)
 
 
 def test_every_workload_names_contenders_limits_and_claims_that_exist() -> None:
     """Otherwise a typing error would drop a contender without a word."""
     for workload in WORKLOADS.values():
         assert set(workload.contenders) <= CONTENDERS.keys()
+        assert set(workload.quick) <= set(workload.contenders)
         assert set(workload.limits) <= LIMITS.keys()
     for claim in CLAIMS:
         workload = WORKLOADS[claim.workload]
-        assert {claim.contender, claim.other} <= {*workload.contenders, *workload.limits}
+        assert {claim.contender, *claim.others} <= {*workload.contenders, *workload.limits}
+        assert claim.contender not in claim.others
+
+
+def test_every_workload_has_a_claim_about_its_rate_its_memory_and_the_choice_of_workers() -> None:
+    """Otherwise a workload could be measured and nothing promised of it."""
+    for workload in WORKLOADS.values():
+        said = [claim for claim in CLAIMS if claim.workload == workload.name]
+        assert {"rate", "peak", "added", "budget", "gap"} <= {claim.measure for claim in said}
+        assert "penstock-auto" in {claim.contender for claim in said}
+
+
+def _summary(contender: str, samples_per_s: float, **more: Any) -> harness.Summary:
+    known = {"status": "ok", "rounds": 3, "low": samples_per_s, "high": samples_per_s, "bytes_per_s": samples_per_s}
+    kind = "limit" if contender in LIMITS else "ours" if CONTENDERS[contender].ours else "peer"
+    return harness.Summary("big", contender, kind, **{**known, "samples_per_s": samples_per_s, **more})
+
+
+def _verdicts(*summaries: harness.Summary) -> dict[str, tuple[str, str, str]]:
+    return {v.claim.text.removeprefix("big: "): (v.got_text, v.word, v.note) for v in judge(summaries)}
+
+
+def test_a_claim_is_held_against_the_best_of_those_that_were_right() -> None:
+    """Otherwise a peer that gives wrong samples quickly could decide, or a slow one be chosen to be beaten."""
+    verdicts = _verdicts(
+        _summary("penstock", 100.0),
+        _summary("torch", 20.0),
+        _summary("spdl-arena", 60.0),
+        _summary("tinyloader", 400.0, status="wrong"),
+    )
+    assert verdicts["penstock: rate, times that of torch"] == ("5.00", "yes", "")
+    got, holds, note = verdicts["penstock: rate, times that of the best multi-process peer"]
+    assert (got, holds) == ("1.67", "NO")
+    assert note == "that is spdl-arena, tinyloader gave wrong content"
+    assert not any("penstock-into" in text for text in verdicts)  # it was not run
+
+
+def test_a_claim_about_a_contender_that_failed_is_not_judged() -> None:
+    """Neither yes nor no: nothing was measured."""
+    verdicts = _verdicts(_summary("penstock", 100.0, status="wrong"), _summary("torch", 20.0))
+    assert verdicts["penstock: rate, times that of torch"] == ("-", "not judged", "penstock gave wrong content")
+    skipped = harness.Summary("big", "torch", "peer", "skipped", "torch is not installed")
+    verdicts = _verdicts(_summary("penstock", 100.0), skipped)
+    assert verdicts["penstock: rate, times that of torch"] == ("-", "not judged", "torch was skipped")
+
+
+def test_claims_about_memory_starts_and_gaps_say_yes_and_no() -> None:
+    """Each kind of claim can fail."""
+    loop = _summary("loop", 50.0, first_batch_s=0.1)
+    torch = _summary("torch", 20.0, peak_bytes=400, added_bytes=200)
+    good = _summary(
+        "penstock",
+        100.0,
+        peak_bytes=200,
+        added_bytes=100,
+        budget_bytes=100,
+        first_batch_s=0.3,
+        gap_s=0.01,
+        batch_s=0.01,
+    )
+    bad = dataclasses.replace(
+        good, samples_per_s=10.0, added_bytes=101, budget_bytes=100, first_batch_s=0.5, gap_s=0.02
+    )  # fmt: skip
+    names = [
+        "penstock: peak memory of all processes, times that of torch, and as fast",
+        "penstock: memory added at the peak, times that of torch, and as fast",
+        "penstock: memory added, of the budget",
+        "penstock: seconds to the first batch, beyond loop",
+        "penstock: gap between epochs, in batches",
+    ]
+    assert [_verdicts(good, torch, loop)[name][1] for name in names] == ["yes"] * 5
+    assert [_verdicts(bad, torch, loop)[name][1] for name in names] == ["NO"] * 5
+    assert _verdicts(bad, torch, loop)[names[0]] == ("0.50", "NO", "but slower")
+
+
+def test_figures_that_vary_or_are_few_are_doubted() -> None:
+    """A ratio of one round on a busy machine is no evidence, and says so."""
+    few, torch = _summary("penstock", 100.0, rounds=2), _summary("torch", 20.0)
+    assert _verdicts(few, torch)["penstock: rate, times that of torch"][2] == "fewer than 3 rounds"
+    varied = _summary("penstock", 100.0, low=70.0)
+    assert _verdicts(varied, torch)["penstock: rate, times that of torch"][2] == "but penstock varied by 30%"
+
+
+_NEEDED = {"torch": ["torch"], "torchdata": ["torch-stateful"], "tinyloader": ["tinyloader"],
+           "grain": ["grain", "grain-thread"], "spdl": ["spdl", "spdl-process", "spdl-arena"]}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "contender"), [(module, name) for module, names in _NEEDED.items() for name in names]
+)
+def test_a_peer_that_is_installed_gives_right_content_on_every_workload(module: str, contender: str) -> None:
+    """Otherwise it would be our fault that it looks bad."""
+    pytest.importorskip(module, reason=f"{contender} needs {module}")
+    workloads = tuple(name for name, workload in WORKLOADS.items() if contender in workload.contenders)
+    setup = harness.Setup(
+        workloads=workloads, contenders=(contender,), sizes=TINY, rounds=1, memory_rounds=0, timeout_s=60
+    )
+    found = [summary for summary in harness.run(setup).summaries if summary.kind == "peer"]
+    assert {summary.workload: (summary.status, summary.reason) for summary in found} == dict.fromkeys(
+        workloads, ("ok", "")
+    )
+
+
+@pytest.mark.parametrize("name", ["rows", "cifar", "latency", "images"])
+def test_penstock_gives_right_content_in_each_of_its_ways(name: str) -> None:
+    """The choices that `num_workers=None` is held against are the same samples."""
+    ours = tuple(contender for contender in WORKLOADS[name].contenders if CONTENDERS[contender].ours)
+    setup = harness.Setup(workloads=(name,), contenders=ours, sizes=TINY, rounds=1, memory_rounds=0)
+    found = [summary for summary in harness.run(setup).summaries if summary.kind == "ours"]
+    assert {summary.contender: summary.status for summary in found} == dict.fromkeys(ours, "ok"), found
 
 
 def test_a_tiny_run_gives_numbers_for_everyone_and_files_that_open(tmp_path: Path) -> None:
@@ -164,7 +285,10 @@ def test_a_tiny_run_gives_numbers_for_everyone_and_files_that_open(tmp_path: Pat
     assert not re.search(r"""(src|href)\s*=|@import|url\(""", text)
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ET.fromstring(drawing)
-    assert "penstock / it" in report.as_text(results)
+    text = report.as_text(results)
+    assert "penstock / it" in text
+    assert re.search(r"penstock: rate, times that of loop +>= 1.7 +\d", text)
+    assert "| claim | wanted | got | holds |  |" in report.as_markdown(results)
 
 
 def test_a_tiny_run_of_the_benchmark_of_memory_gives_numbers_for_everyone(tmp_path: Path) -> None:

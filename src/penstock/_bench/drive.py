@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from penstock._bench.contenders import Running
+from penstock._bench.running import Running
 from penstock._bench.workloads import Job, WrongContent
 
 __all__ = ["Timing", "drive"]
@@ -35,6 +35,10 @@ class Timing:
     first_batch_s: float
     gap_s: float
     """Median time from the last batch of an epoch to the first of the next, consumer's work not counted."""
+    batch_s: float
+    """Mean time of a batch in the timed region."""
+    first_epoch_samples_per_s: float
+    """Of the first epoch, from its first batch on."""
     wait_p50_s: float
     wait_p99_s: float
     wrong: str
@@ -72,8 +76,10 @@ def drive(job: Job, open_: Callable[[Job], Running], *, mark: Callable[[str], No
         waits: list[float] = []
         if job.chill is not None:
             job.chill()
+        entered = clock()
         tail_s = _epoch(epochs, job.check.touch, waits)
         first_batch_s = opening_s + waits[0]
+        rest_s = clock() - entered - waits[0]
 
         gaps: list[float] = []
         waits.clear()
@@ -107,6 +113,8 @@ def drive(job: Job, open_: Callable[[Job], Running], *, mark: Callable[[str], No
         seconds=seconds,
         first_batch_s=first_batch_s,
         gap_s=statistics.median(gaps),
+        batch_s=seconds / len(waits),
+        first_epoch_samples_per_s=(job.samples - job.batch_size) / rest_s,
         wait_p50_s=waits[len(waits) // 2],
         wait_p99_s=waits[int(len(waits) * 0.99)],
         wrong=wrong,

@@ -47,6 +47,8 @@ class Setup:
     workloads: tuple[str, ...]
     contenders: tuple[str, ...] | None = None
     """None: all that a workload names."""
+    few: bool = False
+    """Of these, only those that a workload names for a quick run."""
     sizes: Sizes = dataclasses.field(default_factory=Sizes)
     rounds: int = 5
     memory_rounds: int = 1
@@ -100,10 +102,16 @@ class Summary:
     """Samples per second of the slowest and the fastest round."""
     first_batch_s: float | None = None
     gap_s: float | None = None
+    batch_s: float | None = None
+    """Mean time of a batch."""
+    first_epoch_samples_per_s: float | None = None
+    """Of the first epoch, from its first batch on."""
     cpu_us_per_sample: float | None = None
     peak_bytes: int | None = None
     added_bytes: int | None = None
     """Peak above what the process weighed before the contender did anything."""
+    budget_bytes: int | None = None
+    """What it was to keep to, if it knows such a thing."""
     left_behind: int = 0
 
 
@@ -136,7 +144,16 @@ def _machine() -> dict[str, Any]:
         pass
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = {}
-    for package in ("penstock", "numpy", "torch", "tinyloader", "tinygrad"):
+    for package in (
+        "penstock",
+        "numpy",
+        "torch",
+        "torchdata",
+        "tinyloader",
+        "grain",
+        "spdl-core",
+        "opencv-python-headless",
+    ):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -303,9 +320,12 @@ def summarize(outcomes: Sequence[Outcome], skipped: Iterable[Summary] = ()) -> t
                 high=max(rates, default=None),
                 first_batch_s=median("first_batch_s"),
                 gap_s=median("gap_s"),
+                batch_s=median("batch_s"),
+                first_epoch_samples_per_s=median("first_epoch_samples_per_s"),
                 cpu_us_per_sample=statistics.median(cpu) if cpu else None,
                 peak_bytes=max((outcome.peak_bytes or 0 for outcome in seen), default=None),
                 added_bytes=max(((o.peak_bytes or 0) - (o.base_bytes or 0) for o in seen), default=None),
+                budget_bytes=max((o.result.get("facts", {}).get("budget_bytes", 0) for o in group), default=0) or None,
                 left_behind=max((outcome.left_behind for outcome in group), default=0),
             )
         )
@@ -321,12 +341,13 @@ def run(setup: Setup, *, tell: Callable[[str], None] = lambda _: None) -> Result
     try:
         for place, name in enumerate(setup.workloads, 1):
             workload = workload_of(name)
-            chosen = [c for c in workload.contenders if setup.contenders is None or c in setup.contenders]
+            named = workload.quick if setup.few else workload.contenders
+            chosen = [c for c in named if setup.contenders is None or c in setup.contenders]
             names = []
             for contender in chosen:
                 if reason := _missing(CONTENDERS[contender].needs):
                     skipped.append(Summary(name, contender, _kind(contender), "skipped", reason))
-                    tell(f"{name:8} {contender:16} skipped: {reason}")
+                    tell(f"{name:8} {contender:20} skipped: {reason}")
                 else:
                     names.append(contender)
             if not names:
@@ -374,4 +395,4 @@ def _line(outcome: Outcome, setup: Setup) -> str:
         found = f"{outcome.result['bytes_per_s'] / 1e9:.2f} GB/s"
     else:
         found = f"{outcome.result['samples_per_s']:,.0f} samples/s"
-    return f"{outcome.workload:8} {outcome.contender:16} {what:>7}  {found}"
+    return f"{outcome.workload:8} {outcome.contender:20} {what:>7}  {found}"

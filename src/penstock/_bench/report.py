@@ -13,20 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from penstock._bench.claims import CLAIMS, Claim
+from penstock._bench.claims import Verdict, judge
 from penstock._bench.contenders import CONTENDERS
 from penstock._bench.harness import Results, Summary
 from penstock._bench.limits import LIMITS
 from penstock._bench.workloads import WORKLOADS
 
-__all__ = ["as_html", "as_json", "as_text", "write"]
+__all__ = ["as_html", "as_json", "as_markdown", "as_text", "write"]
 
 Cells = Sequence[str]
 
 _STATUS: Final = {"wrong": "! WRONG CONTENT"}
-# Rounds that differ by more say that something else ran on the machine.
-_NOISY: Final = 0.15
-_JUDGED: Final = {"wrong": "gave wrong content", "timeout": "did not end", "skipped": "was skipped"}
 
 
 def _rate(summary: Summary) -> str:
@@ -95,12 +92,11 @@ def _tables(results: Results) -> list[_Table]:
             (summary for summary in here if summary.samples_per_s is not None),
             key=lambda summary: (summary.kind != "limit", -(summary.samples_per_s or 0)),
         )
-        ours = [summary for summary in ran if summary.kind == "ours"]
+        ours = next((summary for summary in ran if summary.contender == "penstock"), None)
         limit = next((summary for summary in ran if summary.contender == workload.limits[0]), None)
         head = [
             "contender", "rate", "spread", f"of {workload.limits[0]}",
-            *(f"{summary.contender} / it" for summary in ours),
-            "first batch", "gap", "CPU/sample", "added MiB", "peak MiB",
+            "penstock / it", "first batch", "gap", "CPU/sample", "added MiB", "peak MiB",
         ]  # fmt: skip
         rows = [
             [
@@ -110,7 +106,7 @@ def _tables(results: Results) -> list[_Table]:
                 _rate(summary),
                 _spread(summary),
                 _ratio(summary, limit) if limit else "",
-                *(_ratio(mine, summary) for mine in ours),
+                _ratio(ours, summary),
                 _time(summary.first_batch_s),
                 _time(summary.gap_s),
                 _time(None if summary.cpu_us_per_sample is None else summary.cpu_us_per_sample / 1e6),
@@ -135,44 +131,22 @@ def _tables(results: Results) -> list[_Table]:
     return tables
 
 
-def _doubt(*summaries: Summary) -> str:
-    """What makes a ratio of these medians weak evidence; empty when nothing does."""
-    if min(summary.rounds for summary in summaries) < 3:
-        return " (fewer than 3 rounds)"
-    for summary in summaries:
-        assert summary.samples_per_s is not None
-        assert summary.low is not None
-        assert summary.high is not None
-        off = max(1 - summary.low / summary.samples_per_s, summary.high / summary.samples_per_s - 1)
-        if off > _NOISY:
-            return f" (but {summary.contender} varied by {off:.0%})"
-    return ""
+_CLAIM_HEAD: Final = ("claim", "wanted", "got", "holds", "")
 
 
-def _claims(results: Results) -> list[tuple[Claim, float | None, str]]:
-    """Each claim about what was asked for, with the ratio that was found and what it proves."""
-    found = {(summary.workload, summary.contender): summary for summary in results.summaries}
-    judged: list[tuple[Claim, float | None, str]] = []
-    for claim in CLAIMS:
-        pair = [found.get((claim.workload, name)) for name in (claim.contender, claim.other)]
-        ours, other = pair
-        if ours is None or other is None:
-            continue  # not part of this run
-        ratio = None
-        if ours.samples_per_s and other.samples_per_s:
-            ratio = ours.samples_per_s / other.samples_per_s
-        bad = next((summary for summary in (ours, other) if summary.status != "ok"), None)
-        if bad is not None or ratio is None:
-            verdict = f"not judged, {bad.contender} {_JUDGED.get(bad.status, bad.status)}" if bad else "not judged"
-        else:
-            verdict = ("holds" if ratio >= claim.ratio else "DOES NOT HOLD") + _doubt(ours, other)
-        judged.append((claim, ratio, verdict))
-    return judged
+def _claim_cells(verdict: Verdict) -> Cells:
+    return (verdict.claim.text, verdict.claim.wanted_text, verdict.got_text, verdict.word, verdict.note)
 
 
-def _claim_text(claim: Claim, ratio: float | None, verdict: str) -> str:
-    is_ = "? x" if ratio is None else f"{ratio:.2f} x"
-    return f"{claim.workload}: {claim.contender} is {is_} {claim.other}, wanted {claim.ratio:g}: {verdict}"
+def _aligned(head: Cells, rows: Sequence[Cells], *, left: Sequence[int] = (0,)) -> list[str]:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    return [
+        ("  " + "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )).rstrip()
+        for row in (head, *rows)
+    ]  # fmt: skip
 
 
 def _about(results: Results) -> list[str]:
@@ -192,19 +166,37 @@ def as_text(results: Results) -> str:
     """The whole run for a terminal."""
     lines = [*_about(results), ""]
     for table in _tables(results):
-        lines.append(f"{table.name}: {table.title}")
-        widths = [max(len(row[column]) for row in (table.head, *table.rows)) for column in range(len(table.head))]
-        for row in (table.head, *table.rows):
-            cells = [
-                cell.ljust(width) if not i else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  " + "  ".join(cells).rstrip())
-        lines += [f"  {note}" for note in table.notes]
-        lines.append("")
-    claims = [_claim_text(*judged) for judged in _claims(results)]
-    if claims:
-        lines += ["claims", *(f"  {claim}" for claim in claims), ""]
+        lines += [f"{table.name}: {table.title}", *_aligned(table.head, table.rows)]
+        lines += [*(f"  {note}" for note in table.notes), ""]
+    if claims := [_claim_cells(verdict) for verdict in judge(results.summaries)]:
+        lines += ["claims", *_aligned(_CLAIM_HEAD, claims, left=(0, 4)), ""]
+    return "\n".join(lines)
+
+
+def _piped(head: Cells, rows: Sequence[Cells]) -> list[str]:
+    rule = ["---" if not i else "--:" for i in range(len(head))]
+    return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
+
+
+def as_markdown(results: Results) -> str:
+    """What docs/performance.md shows: what was run where, a table for each workload, the claims."""
+    lines = [f"{' '.join(_about(results))}", ""]
+    for table in _tables(results):
+        top = table.limit.samples_per_s if table.limit else None
+        rows = [
+            (
+                f"**{_title(s.contender)}**" if s.kind == "ours" else f"*{_title(s.contender)}*" if s.kind == "limit"
+                else _title(s.contender) + (" (wrong content)" if s.status == "wrong" else ""),
+                _rate(s), f"{(s.samples_per_s or 0) / top:.2f}" if top else "", _time(s.first_batch_s), _time(s.gap_s),
+                _time(None if s.cpu_us_per_sample is None else s.cpu_us_per_sample / 1e6), _mib(s.added_bytes),
+            )
+            for s in table.ran
+        ]  # fmt: skip
+        head = ("", "rate", f"of {WORKLOADS[table.name].limits[0]}", "first batch", "gap", "CPU a sample", "MiB added")
+        lines += [f"**`{table.name}`**: {table.title}", "", *_piped(head, rows), ""]
+        lines += [*(f"- {note}" for note in table.notes), ""] if table.notes else []
+    if claims := [_claim_cells(verdict) for verdict in judge(results.summaries)]:
+        lines += _piped(_CLAIM_HEAD, claims)
     return "\n".join(lines)
 
 
@@ -212,7 +204,7 @@ def as_json(results: Results) -> str:
     """Every trial and every median."""
     tree = dataclasses.asdict(results)
     tree["claims"] = [
-        {**dataclasses.asdict(claim), "found": ratio, "verdict": verdict} for claim, ratio, verdict in _claims(results)
+        {**dataclasses.asdict(verdict), "text": verdict.claim.text} for verdict in judge(results.summaries)
     ]
     return json.dumps(tree, indent=1)
 
@@ -272,6 +264,7 @@ def _charts(table: _Table, budget_bytes: int) -> str:
         if s.samples_per_s is not None
     ]
     mark = (1.0, f"limit: {table.limit.contender} {_rate(table.limit)}") if table.limit else None
+    budget_bytes = max((s.budget_bytes or 0 for s in runners), default=0) or budget_bytes
     memory = [(s, s.added_bytes / 2**20, f"{_mib(s.added_bytes)} MiB") for s in runners if s.added_bytes is not None]
     charts = [_bars("rate, relative to the limit" if top else "rate", speed, mark=mark)]
     if memory:
@@ -302,9 +295,11 @@ def as_html(results: Results) -> str:
         parts += ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows]
         parts.append("</table></div>")
         parts += [f'<p class="bad">{html.escape(note)}</p>' for note in table.notes]
-    claims = [_claim_text(*judged) for judged in _claims(results)]
-    if claims:
-        parts.append("<h2>Claims</h2><ul>" + "".join(f"<li>{html.escape(claim)}</li>" for claim in claims) + "</ul>")
+    if claims := [_claim_cells(verdict) for verdict in judge(results.summaries)]:
+        parts.append('<h2>Claims</h2><div class="wide"><table>')
+        for cells, tag in ((_CLAIM_HEAD, "th"), *((cells, "td") for cells in claims)):
+            parts.append("<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>")
+        parts.append("</table></div>")
     return "".join([*parts, "</body></html>"])
 
 

@@ -51,6 +51,11 @@ class Sizes:
     rows: int = 200_000
     rows_width: int = 128
     rows_batch: int = 256
+    cifar_rows: int = 50_000
+    cifar_batch: int = 256
+    latency_items: int = 384
+    latency_ms: float = 5.0
+    latency_batch: int = 16
     slow_items: int = 1024
     slow_ms: float = 1.0
     slow_batch: int = 16
@@ -81,6 +86,8 @@ QUICK: Final = Sizes(
     big_files=8,
     big_samples=24,
     rows=100_000,
+    cifar_rows=20_000,
+    latency_items=96,
     slow_items=256,
     python_rows=20_000,
     lines=100_000,
@@ -126,6 +133,12 @@ class Job:
     """Samples differ in length: a batch is them padded with zeros, and their lengths."""
     text: str | None = None
     """The file whose lines the items are."""
+    costly: bool = False
+    """Loading one sample is work enough to be a task of its own."""
+    wait_s: float = 0.0
+    """What each load waits for something far away, besides which it does nothing."""
+    finish: Callable[[Any], Any] | None = None
+    """What makes samples of rows of ``arrays``: of a whole batch of them, or of one; ``load`` gathers one as well."""
     chill: Callable[[], float] | None = None
     """Has the system forget the files before each epoch; gives the seconds that took, which count for nobody."""
 
@@ -150,6 +163,8 @@ class Workload:
     """folder, sizes, workers, seed, budget_bytes -> Job"""
     budget_bytes: int | None = None
     """The budget that belongs to it; None: the one that the run was given."""
+    quick: tuple[str, ...] = ("penstock", "penstock-auto", "loop", "torch")
+    """Those of the contenders that a quick run has time for."""
 
 
 def _epochs_with_room(samples: int, bytes_per_sample: int) -> int:
@@ -274,6 +289,7 @@ def _big_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: 
         seed=seed,
         least_s=sizes.least_s,
         most_epochs=epochs,
+        costly=True,
     )
 
 
@@ -283,11 +299,14 @@ def _big_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: 
 class _RowCheck:
     """For samples of (row, number of the row), in order or as a permutation."""
 
-    def __init__(self, truth: Array, *, epochs: int, shuffled: bool) -> None:
+    def __init__(
+        self, truth: Array, *, epochs: int, shuffled: bool, made: Callable[[Array], Array] = lambda rows: rows
+    ) -> None:
         self._truth = truth
+        self._made = made  # what a batch holds of some rows
         self._shuffled = shuffled
         self._ids = np.full(len(truth) * epochs, -1, np.int64)
-        self._firsts = np.full(len(truth) * epochs, np.nan, truth.dtype)
+        self._firsts = np.full(len(truth) * epochs, np.nan, np.float32)
         self._count = 0
         self._wrong: list[str] = []
 
@@ -295,14 +314,15 @@ class _RowCheck:
         x, y = (np.asarray(leaf) for leaf in batch)
         here = slice(self._count, self._count + len(y))
         self._ids[here] = y
-        self._firsts[here] = x[:, 0]
+        self._firsts[here] = x.reshape(len(x), -1)[:, 0]
         self._count = here.stop
 
     def verify(self, batch: Any) -> None:
         self.touch(batch)
         x, y = (np.asarray(leaf) for leaf in batch)
-        if not np.array_equal(x, self._truth[y]):
-            wrong = np.flatnonzero((x != self._truth[y]).any(axis=1))
+        right = self._made(self._truth[y])
+        if not np.array_equal(x, right):
+            wrong = np.flatnonzero((x != right).reshape(len(x), -1).any(axis=1))
             self._wrong.append(f"{len(wrong)} of {len(y)} rows of a batch are wrong, the first is row {y[wrong[0]]}")
 
     def finish(self) -> None:
@@ -318,7 +338,11 @@ class _RowCheck:
                 raise WrongContent(
                     f"epoch {epoch} does not hold each of {rows} rows once and in place: {len(wrong)} are wrong"
                 )
-        if not np.array_equal(self._firsts[: self._count], self._truth[self._ids[: self._count], 0]):
+        firsts = np.concatenate([
+            self._made(self._truth[start : start + 1024]).reshape(-1, self._truth[0].size)[:, 0]
+            for start in range(0, rows, 1024)
+        ])  # fmt: skip
+        if not np.array_equal(self._firsts[: self._count], firsts[self._ids[: self._count]]):
             raise WrongContent("rows came with the numbers of other rows")
         if self._wrong:
             raise WrongContent(self._wrong[0])
@@ -327,8 +351,9 @@ class _RowCheck:
 def _row_job(
     truth: Array, load: Callable[[Any], Any], batch_size: int, *,
     workers: int, seed: int, budget_bytes: int, least_s: float, arrays: tuple[Array, ...] | None = None,
+    costly: bool = False, wait_s: float = 0.0,
 ) -> Job:  # fmt: skip
-    epochs = _epochs_with_room(len(truth), 8 + truth.itemsize)
+    epochs = _epochs_with_room(len(truth), 8 + 4)
     shuffle = arrays is not None
     return Job(
         items=range(len(truth)),
@@ -343,6 +368,8 @@ def _row_job(
         most_epochs=epochs,
         shuffle=shuffle,
         arrays=arrays,
+        costly=costly,
+        wait_s=wait_s,
     )
 
 
@@ -362,6 +389,64 @@ def _rows_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes:
     arrays = (x, np.arange(len(x)))
     return _row_job(
         x, functools.partial(_load_row, arrays), sizes.rows_batch, arrays=arrays,
+        workers=workers, seed=seed, budget_bytes=budget_bytes, least_s=sizes.least_s,
+    )  # fmt: skip
+
+
+# cifar: small pictures in memory, wanted shuffled, as floats and normalised
+
+# Of a whole picture, not three numbers: broadcasting over an axis of three takes NumPy several times as long.
+_MEAN: Final = np.tile(np.array([125.3, 123.0, 113.9], np.float32), (32, 32, 1))
+_SCALE: Final = np.tile(1 / np.array([63.0, 62.1, 66.7], np.float32), (32, 32, 1))
+
+
+def _make_cifar(folder: Path, sizes: Sizes, seed: int) -> None:
+    pictures = np.random.default_rng(seed).integers(0, 256, (sizes.cifar_rows, 32, 32, 3), np.uint8)
+    np.save(folder / "x.npy", pictures)
+
+
+def _normalised(pixels: Array) -> Array:
+    made: Array = np.subtract(pixels, _MEAN, dtype=np.float32)
+    made *= _SCALE
+    return made
+
+
+def _normalised_too(rows: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _normalised(rows[0]), rows[1]
+
+
+def _load_picture(columns: tuple[Array, ...], row: int) -> tuple[Any, ...]:
+    return _normalised(columns[0][row]), columns[1][row]
+
+
+def _cifar_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: int) -> Job:
+    x = np.load(folder / "x.npy")
+    columns = (x, np.arange(len(x)))
+    job = _row_job(
+        x, functools.partial(_load_picture, columns), sizes.cifar_batch,
+        workers=workers, seed=seed, budget_bytes=budget_bytes, least_s=sizes.least_s, arrays=columns,
+    )  # fmt: skip
+    check = _RowCheck(x, epochs=job.most_epochs + 2, shuffled=True, made=_normalised)
+    return dataclasses.replace(job, check=check, finish=_normalised_too, sample_bytes=4 * x[:1].size + 8)
+
+
+# latency: each load waits for something far away
+
+
+def _make_latency(folder: Path, sizes: Sizes, seed: int) -> None:
+    np.save(folder / "x.npy", np.random.default_rng(seed).random((sizes.latency_items, 256), dtype=np.float32))
+
+
+def _load_from_afar(rows: Array, wait_s: float, item: int) -> tuple[Array, int]:
+    time.sleep(wait_s)
+    return rows[item], item
+
+
+def _latency_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: int) -> Job:
+    x = np.load(folder / "x.npy")
+    wait_s = sizes.latency_ms / 1000
+    return _row_job(
+        x, functools.partial(_load_from_afar, x, wait_s), sizes.latency_batch, costly=True, wait_s=wait_s,
         workers=workers, seed=seed, budget_bytes=budget_bytes, least_s=sizes.least_s,
     )  # fmt: skip
 
@@ -390,7 +475,7 @@ def _load_slowly(rows: Array, seconds: Array, item: int) -> tuple[Array, int]:
 def _slow_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: int) -> Job:
     x = np.load(folder / "x.npy")
     return _row_job(
-        x, functools.partial(_load_slowly, x, np.load(folder / "seconds.npy")), sizes.slow_batch,
+        x, functools.partial(_load_slowly, x, np.load(folder / "seconds.npy")), sizes.slow_batch, costly=True,
         workers=workers, seed=seed, budget_bytes=budget_bytes, least_s=sizes.least_s,
     )  # fmt: skip
 
@@ -638,6 +723,7 @@ def _shards_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_byte
         least_s=sizes.least_s,
         most_epochs=3,
         shuffle=True,
+        costly=True,
         source=lambda: importlib.import_module("penstock").arrays(paths),
         chill=chill,
     )
@@ -730,6 +816,7 @@ def _images_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_byte
     return Job(
         items=paths,
         load=_decoder(sizes),
+        costly=True,
         source=functools.partial(penstock.images, paths, (sizes.images_size, sizes.images_size)),
         batch_size=sizes.images_batch,
         sample_bytes=3 * sizes.images_size**2,
@@ -742,6 +829,18 @@ def _images_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_byte
     )
 
 
+# Who can do any load: in processes, in threads, and Penstock in each of its ways.
+_OURS: Final = ("penstock", "penstock-auto", "penstock-0", "penstock-thread")
+_ANY: Final = (
+    *_OURS, "loop", "threads", "torch-0", "torch", "torch-fresh", "torch-stateful",
+    "tinyloader", "grain", "grain-thread", "spdl", "spdl-process", "spdl-arena",
+)  # fmt: skip
+# And who gathers rows that are in memory. A plain loop that does is the limit.
+_IN_MEMORY: Final = (
+    *_OURS, "penstock-process", "threads", "torch-0", "torch", "torch-fresh", "torch-getitems", "torch-stateful",
+    "grain-thread", "spdl",
+)  # fmt: skip
+
 WORKLOADS: Final = {
     workload.name: workload
     for workload in (
@@ -749,36 +848,41 @@ WORKLOADS: Final = {
             name="big",
             title="big arrays: 24 MiB .npy files in the page cache",
             contenders=(
-                "penstock", "penstock-into", "penstock-thread", "loop", "threads",
-                "torch-0", "torch", "tinyloader", "tinyloader-shm", "penstock-tinyloader",
+                *_ANY, "penstock-into", "penstock-into-auto", "penstock-into-0", "penstock-into-thread",
+                "tinyloader-shm", "penstock-tinyloader",
             ),
             limits=("read", "read-1", "memcpy"),
             unit="bytes",
             make=_make_big,
             job=_big_job,
+            quick=("penstock", "penstock-into", "loop", "torch"),
         ),
         Workload(
             name="rows",
             title="small rows in memory: float32[128] and a label, shuffled",
-            contenders=("penstock", "torch-0", "torch", "torch-getitems"),
+            contenders=_IN_MEMORY,
             limits=("gather",),
             unit="samples",
             make=_make_rows,
             job=_rows_job,
+            quick=("penstock", "torch-getitems", "torch"),
         ),
         Workload(
-            name="slow",
-            title="one item in 64 takes 50 times as long",
-            contenders=("penstock", "loop", "threads", "torch"),
-            limits=("share",),
+            name="cifar",
+            title="small pictures in memory: uint8[32, 32, 3] and a label, shuffled, normalised",
+            contenders=(
+                *_IN_MEMORY, "penstock-load", "penstock-load-auto", "penstock-load-0", "penstock-load-thread",
+            ),
+            limits=("gather",),
             unit="samples",
-            make=_make_slow,
-            job=_slow_job,
+            make=_make_cifar,
+            job=_cifar_job,
+            quick=("penstock", "penstock-load", "torch-getitems", "torch"),
         ),
         Workload(
             name="python",
             title="small rows, each parsed by a Python load",
-            contenders=("penstock", "loop", "threads", "torch-0", "torch"),
+            contenders=_ANY,
             limits=("share",),
             unit="samples",
             make=_make_python,
@@ -787,7 +891,7 @@ WORKLOADS: Final = {
         Workload(
             name="lines",
             title="lines of text, each made into 128 tokens of its bytes",
-            contenders=("penstock", "loop", "threads", "torch-0", "torch", "torch-lines"),
+            contenders=(*_ANY, "torch-lines"),
             limits=("loops",),
             unit="samples",
             make=_make_lines,
@@ -796,20 +900,42 @@ WORKLOADS: Final = {
         Workload(
             name="images",
             title="JPEG files of 400x350, decoded to 224x224",
-            contenders=("penstock", "loop", "threads", "torch-0", "torch"),
-            limits=("share",),
+            contenders=(*_ANY, "penstock-cache", "penstock-half"),
+            limits=("share", "preloaded"),
             unit="samples",
             make=_make_images,
             job=_images_job,
+            quick=("penstock", "penstock-auto", "penstock-cache", "torch"),
+        ),
+        Workload(
+            name="latency",
+            title="each load waits 5 ms, as for a network",
+            contenders=_ANY,
+            limits=("waits",),
+            unit="samples",
+            make=_make_latency,
+            job=_latency_job,
+        ),
+        Workload(
+            name="slow",
+            title="one item in 64 takes 50 times as long",
+            contenders=_ANY,
+            limits=("share",),
+            unit="samples",
+            make=_make_slow,
+            job=_slow_job,
         ),
         Workload(
             name="shards",
             title="rows of 192 KiB in .npy shards, shuffled, read from a cold disk",
-            contenders=("penstock", "penstock-blocks", "threads", "torch", "torch-4"),
+            contenders=(
+                *_OURS, "penstock-blocks", "threads", "torch", "torch-4", "grain", "grain-thread", "spdl",
+            ),
             limits=("disk",),
             unit="bytes",
             make=_make_shards,
             job=_shards_job,
+            quick=("penstock", "penstock-blocks", "threads", "torch"),
         ),
     )
 }  # fmt: skip

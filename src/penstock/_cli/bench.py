@@ -37,6 +37,11 @@ _SIZES_HELP = {
     "rows": "rows of the workload rows",
     "rows_width": "float32 values of one row",
     "rows_batch": "samples of a batch",
+    "cifar_rows": "pictures of the workload cifar",
+    "cifar_batch": "samples of a batch",
+    "latency_items": "items of the workload latency",
+    "latency_ms": "what each of them waits",
+    "latency_batch": "samples of a batch",
     "slow_items": "items of the workload slow",
     "slow_ms": "what one ordinary item takes; one in 64 takes 50 times that",
     "slow_batch": "samples of a batch",
@@ -74,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory: what torch's DataLoader and Penstock add at the peak, beside a budget; less than three minutes. "
         "faults: a worker is killed every 250 ms, what is lost (nothing) and what it costs; about a minute",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds: less than three minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller sizes, fewer contenders and rounds: less than three minutes"
+    )
     parser.add_argument(
         "--workload", action="append", choices=[*WORKLOADS], help="only this one; repeat for more (all)"
     )
@@ -93,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(".bench"), metavar="DIR", help="for bench.json and bench.html (.bench)"
     )
+    parser.add_argument("--markdown", action="store_true", help="print the tables as docs/performance.md has them")
     sizes = parser.add_argument_group("sizes")
     for field in dataclasses.fields(FULL):
         full, quick = getattr(FULL, field.name), getattr(QUICK, field.name)
@@ -116,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
     setup = harness.Setup(
         workloads=tuple(args.workload or WORKLOADS),
         contenders=None if args.contender is None else tuple(args.contender),
+        few=args.quick and args.contender is None,
         sizes=_resized(sizes, args),
         rounds=args.rounds or (3 if args.quick else 5),
         memory_rounds=args.memory_rounds if args.memory_rounds is not None else (0 if args.quick else 1),
@@ -126,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         within_s=_QUICK_S if args.quick and args.rounds is None else None,
     )
     results = harness.run(setup, tell=_tell)
-    print(f"\n{report.as_text(results)}")
+    print(f"\n{report.as_markdown(results) if args.markdown else report.as_text(results)}")
     for path in report.write(results, args.out):
         print(f"wrote {path}")
     return _code(results.summaries)
