@@ -31,6 +31,7 @@ from penstock._core.arena import AnyArena
 from penstock._core.batch import Lease, Leases
 from penstock._core.budget import MiB, format_bytes
 from penstock._core.cache import Store
+from penstock._core.cache_device import DeviceStore, Origin
 from penstock._core.crew import Crew
 from penstock._core.errors import (
     BudgetError,
@@ -112,6 +113,8 @@ class Chunk:
     failures: tuple[Failure, ...]
     counts: list[tuple[int, int]] | None = None
     ready: bool = False
+    origin: Origin | None = None
+    """Which of its samples are kept on the device: they are not in the slot, where the others stand in a row."""
 
 
 class Engine:
@@ -449,7 +452,12 @@ class Engine:
         if self.cache is not None and (kept := self.cache.look(unit.indices)) is not None:
             loaded -= self.cache.held(kept)
             self.stats.cached += (count - loaded) * self._each
-        parts = [slice(0, count)] if here else self._parts(unit, loaded)
+        indices, left = unit.indices, None
+        apart = self.cache if isinstance(self.cache, DeviceStore) else None
+        if apart is not None and kept is not None:
+            left = np.flatnonzero(kept < 0)
+            indices = indices[left]
+        parts = [slice(0, count)] if here or not len(indices) else self._parts(indices, loaded)
         idents = range(self._next_task, self._next_task + len(parts))
         self._next_task += len(parts)
         chunk = self._chunk(idents)
@@ -461,11 +469,19 @@ class Engine:
             self._copy_here(unit, chunk, kept)
             self._ledger.done(idents[0])
             return
+        if apart is not None and kept is not None:
+            chunk.origin = apart.origin(unit.indices, kept)
+            if not len(indices):
+                chunk.rows, unit.open = count * self._each, 0
+                self._ledger.done(idents[0])
+                return
         for ident, part in zip(idents, parts, strict=True):
+            start, places = (part.start, None) if isinstance(part, slice) else (0, part)
+            part = part if left is None else left[part]  # noqa: PLW2901 - from here on: which items of the unit
             if isinstance(part, slice):
-                items, start, places = None if unit.items is None else unit.items[part], part.start, None
+                items = None if unit.items is None else unit.items[part]
             else:
-                items, start, places = _chosen(unit.items, part), 0, part
+                items = _chosen(unit.items, part)
             indices = unit.indices[part]
             task = Task(ident, chunk.slot, offset, capacity, start * self._each, unit.epoch, indices, items, unit.skip)
             task.places = places
@@ -477,12 +493,12 @@ class Engine:
             self._by_task[ident] = (unit, chunk, loaded, part)
             self.crew.submit(task)
 
-    def _parts(self, unit: Unit, loaded: int) -> Sequence[Part]:
-        """Which items of a unit each of its tasks has: so many that follow each other, or those of a block."""
+    def _parts(self, indices: npt.NDArray[np.int64], loaded: int) -> Sequence[Part]:
+        """Which of these items each task has: so many that follow each other, or those of a block."""
         if self._mixing is not None:
-            by_block = np.argsort(unit.indices)
-            return np.split(by_block, self._mixing.cuts(unit.indices[by_block]))
-        count = len(unit.indices)
+            by_block = np.argsort(indices)
+            return np.split(by_block, self._mixing.cuts(indices[by_block]))
+        count = len(indices)
         size = count if self.mode is not Mode.ROWS else self._rows_a_task(count, loaded)
         return [slice(start, start + size) for start in range(0, count, size)]
 

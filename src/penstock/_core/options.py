@@ -18,7 +18,7 @@ from penstock._core import machine
 from penstock._core.blocks import Blocks
 from penstock._core.budget import Size, parse_size
 from penstock._core.cache import Cache, sort_out_cache
-from penstock._core.device import Device, Door, door
+from penstock._core.device import Device, Door, Gathers, door
 from penstock._core.errors import shown
 from penstock._core.fit import Asked
 from penstock._core.items import Picker, Stream, sort_out
@@ -64,7 +64,7 @@ class Options:
     """What batches may take there, where no model shares it with them."""
     on_device: Cast
     """What is cast on the device."""
-    cache: Literal["ram"] | Cache | None
+    cache: Literal["ram", "device"] | Cache | None
     start_method: Literal["fork", "forkserver", "spawn"] | None
     device_memory: Size | None
     asked: Asked | None
@@ -140,9 +140,11 @@ class Options:
             _check_blocks(shuffle, kind, batch_size, world)
         elif not isinstance(shuffle, bool | np.bool_):
             raise TypeError(f"shuffle={shuffle!r} must be True, False or penstock.Blocks(...)")
-        way = door(to, casts=on_device is not None)
         kept = sort_out_cache(cache)
+        way = door(to, casts=on_device is not None or kept == "device")
         _check_cache(kept, kind, collate_fn, samples_per_item, batch_size)
+        if kept == "device":
+            _check_device_cache(way.device, batch_size, device_memory if asked is None else 0)
         return cls(
             items=kind,
             load=load,
@@ -338,18 +340,40 @@ def _check_cache(cache: Any, items: Any, collate: Any, each: int | None, batch_s
             "cache needs items that can be found again, and those of a stream come once and have no number: give a "
             "sequence of items (list(stream), if that is finite), or leave cache out"
         )
-    if not isinstance(cache, Cache):
+    if cache is None or cache == "ram":
         return
+    where, why = repr(cache), ""
+    if isinstance(cache, Cache):
+        where, why = repr(os.fspath(cache.folder)), ", as rows of .npy files"
     if collate is not None or each is None:
         raise TypeError(
-            f"cache={os.fspath(cache.folder)!r} keeps samples of one shape, as rows of .npy files, and with "
+            f"cache={where} keeps samples of one shape{why}, and with "
             f"{'collate_fn' if collate is not None else 'samples_per_item=None'} samples may have any: use "
             'cache="ram", or make samples of one shape in load'
         )
     if each > 1 and (batch_size == "max" or batch_size % each):
         raise ValueError(
-            f"a cache on disk keeps items whole, so with samples_per_item={each} batch_size must be a multiple of "
+            f"cache={where} keeps items whole, so with samples_per_item={each} batch_size must be a multiple of "
             f'{each}, not {batch_size!r}: change it, or use cache="ram"'
+        )
+
+
+def _check_device_cache(device: Device | None, batch_size: Any, device_memory: Size | None) -> None:
+    if not isinstance(device, Gathers):
+        name = getattr(device, "name", device)
+        raise TypeError(
+            f'cache="device" needs a device that can put a batch together from samples that it keeps, and {name} '
+            'cannot: it has no method "gather" (see penstock.Gathers). Use cache="ram", or leave cache out'
+        )
+    if batch_size == "max":
+        raise ValueError(
+            'cache="device" keeps samples in what the batches leave of device_memory, and batch_size="max" leaves '
+            "nothing: give a number"
+        )
+    if device_memory is None:
+        raise ValueError(
+            'cache="device" needs device_memory: how much of the device buffers and kept samples may take together, '
+            'such as "2 GiB" or 0.5 of what is free there'
         )
 
 
