@@ -72,7 +72,9 @@ class JaxDevice(Device):
         blocks: Sequence[Any],
     ) -> Any:
         """On the CPU in the host's own memory; else a shelf is an array that is given back changed (donated)."""
-        shelves = dataclasses.replace(shelves, forms=tuple((shape, _canonical(dtype)) for shape, dtype in shelves.forms))
+        shelves = dataclasses.replace(
+            shelves, forms=tuple((shape, _canonical(dtype)) for shape, dtype in shelves.forms)
+        )
         arrays = [array.astype(_canonical(array.dtype), copy=False) for array in arrays]
         if self._host is not None:
             return self._host.gather(shelves, arrays, start, rows=rows, blocks=blocks)

@@ -123,7 +123,7 @@ class DeviceStore:
         """No answer will come."""
         self._tasks.pop(task, None)
 
-    def copy(self, places: Shelved, memory: Any, start: int) -> None:
+    def copy(self, places: Shelved, memory: Any, start: int) -> None:  # noqa: ARG002 - same
         """Never asked for, as nothing is at hand."""
         raise AssertionError("what is kept on the device is not copied to slots")
 

@@ -477,7 +477,7 @@ class Engine:
                 return
         for ident, part in zip(idents, parts, strict=True):
             start, places = (part.start, None) if isinstance(part, slice) else (0, part)
-            part = part if left is None else left[part]  # noqa: PLW2901 - from here on: which items of the unit
+            part = part if left is None else left[part]  # from here on: which items of the unit
             if isinstance(part, slice):
                 items = None if unit.items is None else unit.items[part]
             else:

@@ -138,8 +138,8 @@ def _check_leaves(options: Options, probe: Probe) -> None:
         if leaf.kind != "array" or not device.takes(leaf.stored):
             what = f"texts (a {leaf.kind})" if leaf.kind != "array" else f"{leaf.stored} numbers"
             raise SpecError(
-                f'cache="device" keeps whole samples on {device.name}, and {leaf.path or "a sample"} is made of {what}, '
-                'which stay on the host: leave that out of the sample, make numbers of it, or use cache="ram"'
+                f'cache="device" keeps whole samples on {device.name}, and {leaf.path or "a sample"} is made of '
+                f'{what}, which stay on the host: leave that out of the sample, make numbers of it, or use cache="ram"'
             )
 
 
