@@ -161,7 +161,7 @@ def _put(shelf: Any, array: Any, start: int) -> Any:
     return jax.lax.dynamic_update_slice_in_dim(shelf, array, start, axis=0)
 
 
-@jax.jit
+@functools.partial(jax.jit)
 def _taken(shelf: Any, rows: Any) -> Any:
     return jax.numpy.take(shelf, rows, axis=0, mode="clip")
 

@@ -357,6 +357,20 @@ class DeviceSuite:
                 ).all()
             del batch
 
+    def test_a_cast_to_bfloat16_on_the_device_is_right_or_refused_at_once(self) -> None:
+        """Not every compiler knows the type; that is said before anything is loaded."""
+        try:
+            feed = self._feed(cast={"image": OnDevice("bfloat16")})
+        except ValueError as error:
+            assert "cannot compute that" in str(error)
+            return
+        with feed:
+            for number, batch in enumerate(feed):
+                assert "bfloat16" in str(batch["image"].dtype)
+                rows = np.arange(number * ROWS, number * ROWS + len(batch["name"]))
+                assert (self.host(batch["image"]).astype(np.float32)[:, 0, 0] == rows).all()
+            del batch
+
     def test_device_memory_bounds_the_buffers(self) -> None:
         """Three buffers become two, and what is too small is refused with the least that works."""
         if not self.copies:
@@ -396,7 +410,7 @@ class DeviceSuite:
         kind: dict[str, Any] = {"load": load, "shuffle": True, "seed": 2}
         with self._feed(to="numpy", **kind) as feed:
             expected = [[batch["label"].tolist() for batch in feed] for _ in range(3)]
-        kept = {
+        kept: dict[str, Any] = {
             "cache": "device",
             "device_memory": 110_000 if part else 200_000,
             "cast": {"image": OnDevice("float32")},

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
+import subprocess
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -134,6 +136,17 @@ class TinygradDevice(Device):
         """Assign to a tensor over the block, which allocates nothing."""
         out = self.hand_out(block, None, tuple(leaf.shape), dtype, over)
         return out.assign(leaf.cast(out.dtype)).realize() if 0 not in leaf.shape else out
+
+    def refuses(self, dtype: np.dtype[Any]) -> str | None:
+        """Why nothing can be cast to this dtype here; None if it can."""
+        compiler: Any = getattr(self._runtime, "compiler", None)
+        if dtype.name != "bfloat16" or not hasattr(compiler, "args"):
+            return None
+        # tinygrad writes C for its CPU device, in which this is the name; older compilers lack it on many processors.
+        target = [f"--target={compiler.arch}-none-unknown-elf", *compiler.args]
+        command = [os.environ.get("CC", "clang"), "-x", "c", "-fsyntax-only", *target, "-"]
+        done = subprocess.run(command, input=b"__bf16 x;", capture_output=True, check=False)
+        return None if done.returncode == 0 else "its compiler, clang, is too old for that on this processor"
 
     def free(self, block: Any) -> None:
         """To the device, not to tinygrad's cache."""

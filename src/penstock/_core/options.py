@@ -121,6 +121,8 @@ class Options:
                 f"samples_per_item={samples_per_item} needs a load that gives so many: a source has one sample per row"
             )
         cast, on_device = split_cast(cast)
+        kept = sort_out_cache(cache)
+        way = door(to, casts=on_device is not None or kept == "device")
         for part in (cast, on_device):
             for dtype in part.values() if isinstance(part, Mapping) else () if part is None else (part,):
                 _check_dtype(dtype)
@@ -135,13 +137,12 @@ class Options:
                 "model needs to know the form of a batch beforehand, which a collate_fn decides each time: plan with "
                 'the largest sample, penstock.plan(sample, batch_size="max", model=...), and give the number it says'
             )
+        _check_casts(on_device, way.device)
         rank, world = _shard(shard)
         if isinstance(shuffle, Blocks):
             _check_blocks(shuffle, kind, batch_size, world)
         elif not isinstance(shuffle, bool | np.bool_):
             raise TypeError(f"shuffle={shuffle!r} must be True, False or penstock.Blocks(...)")
-        kept = sort_out_cache(cache)
-        way = door(to, casts=on_device is not None or kept == "device")
         _check_cache(kept, kind, collate_fn, samples_per_item, batch_size)
         if kept == "device":
             _check_device_cache(way.device, batch_size, device_memory if asked is None else 0)
@@ -334,6 +335,15 @@ def _check_dtype(dtype: Any) -> None:
         raise TypeError(f"cast={dtype!r} is not a dtype that a batch can have: give 'float16' or 'bfloat16', say")
 
 
+def _check_casts(on_device: Any, device: Any) -> None:
+    refuses = getattr(device, "refuses", None)  # not every device knows
+    for dtype in on_device.values() if isinstance(on_device, Mapping) else () if on_device is None else (on_device,):
+        if refuses is not None and (why := refuses(to_dtype(dtype))) is not None:
+            raise ValueError(
+                f'OnDevice({dtype!r}): {device.name} cannot compute that ({why}): use "float16" or "float32"'
+            )
+
+
 def _check_cache(cache: Any, items: Any, collate: Any, each: int | None, batch_size: Any) -> None:
     if cache is not None and isinstance(items, Stream):
         raise TypeError(
@@ -358,7 +368,7 @@ def _check_cache(cache: Any, items: Any, collate: Any, each: int | None, batch_s
         )
 
 
-def _check_device_cache(device: Device | None, batch_size: Any, device_memory: Size | None) -> None:
+def _check_device_cache(device: Any, batch_size: Any, device_memory: Size | None) -> None:
     if not isinstance(device, Gathers):
         name = getattr(device, "name", device)
         raise TypeError(
