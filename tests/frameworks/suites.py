@@ -29,6 +29,31 @@ class TestJax(DeviceSuite):
 
         return sum(int(array.nbytes) for array in jax.live_arrays() if not array.is_deleted())
 
+    def test_what_is_done_on_accelerators_keeps_samples_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """There JAX owns the memory. Its CPU device does as well, if it is treated like one."""
+        import penstock.jax
+
+        device = penstock.jax.device("cpu")
+        device._host = None
+        monkeypatch.setattr(self, "device", lambda: device)
+        self.test_kept_rows_are_gathered_in_any_order()
+
+        def load(item: int) -> Any:
+            return np.full(8, item, np.float32), item
+
+        with self._feed(to=device, load=load, cache="device", device_memory="1 MiB", shuffle=True) as feed:
+            live = []
+            for _ in range(4):
+                seen = []
+                for x, y in feed:
+                    assert (self.host(x) == self.host(y)[:, None]).all()
+                    seen += self.host(y).tolist()
+                assert sorted(seen) == list(range(42))
+                live.append(self.live_bytes())
+            assert feed.stats.cached == 3 * 42
+            assert live[1] == live[2] == live[3]
+            del x, y
+
     def test_a_sharding_spreads_a_batch_over_devices(self) -> None:
         """Each device gets its part, and the parts together are the batch."""
         import jax

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import warnings
 from collections import Counter
@@ -441,3 +443,52 @@ def test_a_failing_gather_is_the_consumers_and_the_next_epoch_is_right() -> None
         device.fails = False
         assert epochs_of(feed, 2) == [expected, expected]
         assert feed.stats.copied == 0
+
+
+# ------------------------------------------------------------------------------------- whatever items and workers are
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("room", [2000, 10**6])
+def test_lines_of_text_are_read_only_where_something_is_missing(tmp_path: Path, room: int, shuffle: bool) -> None:
+    """In order they are known as stretches of a file, of which parts are kept."""
+    path = tmp_path / "lines"
+    path.write_text("".join(f"{number}\n" for number in range(100)))
+    load = Loads()
+    options: dict[str, Any] = {"shuffle": shuffle, "num_workers": 2, "executor": "thread"}
+    with plain_feed(penstock.lines(path), lambda line: Loads()(int(line)), **options) as feed:
+        expected = epochs_of(feed, 3)
+    with kept_feed(penstock.lines(path), lambda line: load(int(line)), device_memory=room, **options) as feed:
+        assert epochs_of(feed, 1) == expected[:1]
+        load.count.clear()
+        assert epochs_of(feed, 2) == expected[1:]
+        assert sum(load.count.values()) == 2 * (100 - feed.plan.device_samples)
+        assert (feed.plan.device_samples == 100) == (room == 10**6)
+
+
+TRACKER = pytest.mark.leaves("child", "fd", reason="the standard library's resource tracker, one for the process")
+
+
+@pytest.mark.parametrize("portable", [False, pytest.param(True, marks=TRACKER)])
+def test_workers_that_die_cost_no_sample_and_spoil_none(
+    tmp_path: Path, portable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if portable:
+        monkeypatch.setenv("PENSTOCK_PORTABLE", "1")
+
+    def load(item: int) -> Any:
+        if item % 17 == 5 and not (tmp_path / str(item)).exists():
+            (tmp_path / str(item)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.full(50, item, np.float32)
+
+    with kept_feed(range(60), load, num_workers=2, shuffle=True) as feed:
+        for _ in range(4):
+            seen = []
+            for batch in feed:
+                assert (batch == batch[:, :1]).all()
+                seen += batch[:, 0].tolist()
+            assert sorted(seen) == list(range(60))
+        assert feed.stats.restarts >= 1
+        # What a worker had done before it died may have been random, for all one knows: that is loaded once more.
+        assert feed.stats.cached >= 2 * 60 + 40

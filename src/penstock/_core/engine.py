@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -48,7 +49,7 @@ from penstock._core.errors import (
 )
 from penstock._core.kept import Kept
 from penstock._core.ledger import Ledger, State
-from penstock._core.line_reader import Scatter
+from penstock._core.line_reader import Scatter, Stretch
 from penstock._core.order import Mixing
 from penstock._core.patience import Patience, SlowLoad, users_level
 from penstock._core.plan import Plan
@@ -458,6 +459,8 @@ class Engine:
             left = np.flatnonzero(kept < 0)
             indices = indices[left]
         parts = [slice(0, count)] if here or not len(indices) else self._parts(indices, loaded)
+        if left is not None and isinstance(unit.items, Stretch):  # such items can only be had in a row
+            parts = [run for part in parts for run in _runs(part, left)]
         idents = range(self._next_task, self._next_task + len(parts))
         self._next_task += len(parts)
         chunk = self._chunk(idents)
@@ -477,7 +480,7 @@ class Engine:
                 return
         for ident, part in zip(idents, parts, strict=True):
             start, places = (part.start, None) if isinstance(part, slice) else (0, part)
-            part = part if left is None else left[part]  # from here on: which items of the unit
+            part = part if left is None else _row(left[part])  # from here on: which items of the unit
             if isinstance(part, slice):
                 items = None if unit.items is None else unit.items[part]
             else:
@@ -856,6 +859,22 @@ def _chosen(items: Sequence[Any] | None, part: npt.NDArray[np.int64]) -> Sequenc
     if items is None or isinstance(items, Scatter):
         return None if items is None else items[part]
     return [items[i] for i in part.tolist()]
+
+
+def _runs(part: Part, left: npt.NDArray[np.int64]) -> Iterator[Part]:
+    """The same in pieces, each of places that follow each other in ``left``."""
+    if not isinstance(part, slice):
+        yield part
+        return
+    cuts = part.start + 1 + np.flatnonzero(np.diff(left[part]) != 1)
+    for start, stop in pairwise((part.start, *cuts.tolist(), min(part.stop, len(left)))):
+        yield slice(start, stop)
+
+
+def _row(places: npt.NDArray[np.int64]) -> Part:
+    """Places that follow each other as a slice, others as they are."""
+    first, last = int(places[0]), int(places[-1])
+    return slice(first, last + 1) if last - first == len(places) - 1 and (np.diff(places) == 1).all() else places
 
 
 def _place(ordinal: int, part: Part) -> int:
