@@ -412,7 +412,7 @@ class DeviceSuite:
             expected = [[batch["label"].tolist() for batch in feed] for _ in range(3)]
         kept: dict[str, Any] = {
             "cache": "device",
-            "device_memory": 110_000 if part else 200_000,
+            "device_memory": 90_000 if part else 200_000,
             "cast": {"image": OnDevice("float32")},
         }
         with self._feed(**kind, **kept) as feed:

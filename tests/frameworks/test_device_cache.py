@@ -106,7 +106,7 @@ def test_a_part_is_kept_and_the_rest_is_loaded_every_time(samples: int) -> None:
     with kept_feed(range(50), load) as feed:
         plan = feed.plan
     spare = plan.device_cache_bytes - 50 * ROW  # the room for a batch that comes by, rounded up
-    memory = 3 * plan.device_bytes // 3 + spare + samples * ROW + 2 * 64
+    memory = plan.device_bytes * 2 // 3 + spare + samples * ROW + 2 * 64
     with plain_feed(range(50), Loads(), shuffle=True) as feed:
         expected = epochs_of(feed, 4)
     load = Loads()

@@ -82,6 +82,7 @@ KEPT_GROUP_S: Final = 20e-3  # where all samples are kept, so that it takes so l
 DEVICE_BUFFERS: Final = 2  # one that is computed on, one that is copied into
 # A loop lets go of a batch only after it got the next one: with a third the one after that is copied meanwhile.
 MOST_DEVICE_BUFFERS: Final = 3
+KEPT_FOR_BUFFER: Final = 8  # so many times a buffer's bytes have to be left for kept samples before there is a third
 MOST_ROWS: Final = 2**31 - 1  # so that a row's number fits 32 bits anywhere, and a search for the largest batch ends
 
 
@@ -409,9 +410,18 @@ class _Costs:
             return 0
         if self.request.need is not None:
             return self.request.need.buffers
-        keeps = self.request.device_keeps
-        most = MOST_DEVICE_BUFFERS * self.device() + (self.shelves(keeps) if keeps else 0)
-        return MOST_DEVICE_BUFFERS if budget is None or most <= budget else DEVICE_BUFFERS
+        if budget is None or MOST_DEVICE_BUFFERS * self.device() > budget:
+            return MOST_DEVICE_BUFFERS if budget is None else DEVICE_BUFFERS
+        # A third one takes the place of kept samples: only where these are many more, or all there are.
+        room = budget - MOST_DEVICE_BUFFERS * self.device()
+        if self.request.device_keeps and self.device() > room // KEPT_FOR_BUFFER:
+            worth = self.worth()
+            return MOST_DEVICE_BUFFERS if worth is not None and self.shelves(worth) <= room else DEVICE_BUFFERS
+        return MOST_DEVICE_BUFFERS
+
+    def worth(self) -> int | None:
+        """Samples that are worth keeping, if that is known."""
+        return self.request.length if self.request.worth is None else self.request.worth
 
     def shelves(self, samples: int) -> int:
         """Bytes of kept samples on the device, of a batch that only comes by, and of the numbers of its samples."""
@@ -431,7 +441,7 @@ class _Costs:
         if not each:
             return 0
         room = (request.device_memory or 0) - self.beside(self.buffers())
-        worth = request.length if request.worth is None else request.worth
+        worth = self.worth()
         most = MOST_ROWS - self.rows if worth is None else min(worth, MOST_ROWS - self.rows)
         return each * _last(lambda items: self.shelves(each * items) <= room, most // each)
 
