@@ -87,7 +87,8 @@ class JaxDevice(Device):
                 # Always as many rows, since each number of them would be compiled for itself.
                 padded = np.zeros((shelves.spare, *shape), dtype)
                 padded[: len(array)] = array
-                shelf[:] = [_put(shelf.pop(), jax.device_put(padded, self._target), start)]
+                # It stays there until it is replaced: what is lost in between must not look like a new one.
+                shelf[0] = _put(shelf[0], jax.device_put(padded, self._target), start)
             block[:] = [_taken(shelf[0], rows)]
         return [block[0] for block in blocks]
 

@@ -159,10 +159,12 @@ class DeviceStore:
 
     def arrived(self, samples: npt.NDArray[np.int64]) -> None:
         """Those of which ``room_for`` was asked are there: as many as there is room for, and may be kept."""
-        items = self._items(samples)[: self.entries - self._used]
+        first = self._used
+        items = self._items(samples)[: self.entries - first]
         known = self._rows[items] == _KNOWN
-        self._rows[items[known]] = self._used + np.flatnonzero(known)
-        self._used += len(items)
+        # Taken before anything is said to be there: Ctrl-C may come in between.
+        self._used = first + len(items)
+        self._rows[items[known]] = first + np.flatnonzero(known)
         self.count += int(np.count_nonzero(known))
 
     def _items(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
