@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock._core.budget import GiB, KiB, MiB
     from penstock._core.cache import Cache, CacheWarning
     from penstock._core.context import WorkerInfo, rng, worker
-    from penstock._core.device import Device, HostDevice
+    from penstock._core.device import Device, Gathers, HostDevice, Shelves
     from penstock._core.epoch import Epoch, ResourceHeld
     from penstock._core.errors import (
         BudgetError,
@@ -63,6 +63,7 @@ __all__ = [
     "Epoch",
     "Feed",
     "FeedClosed",
+    "Gathers",
     "GiB",
     "HostDevice",
     "Into",
@@ -84,6 +85,7 @@ __all__ = [
     "ResourceHeld",
     "Retry",
     "Row",
+    "Shelves",
     "SlowLoad",
     "Source",
     "SpecError",
@@ -114,6 +116,7 @@ _HOMES: Final = {
     "Epoch": "penstock._core.epoch",
     "Feed": "penstock._core.feed",
     "FeedClosed": "penstock._core.errors",
+    "Gathers": "penstock._core.device",
     "GiB": "penstock._core.budget",
     "HostDevice": "penstock._core.device",
     "Into": "penstock._core.program",
@@ -135,6 +138,7 @@ _HOMES: Final = {
     "ResourceHeld": "penstock._core.epoch",
     "Retry": "penstock._core.program",
     "Row": "penstock._core.source",
+    "Shelves": "penstock._core.device",
     "SlowLoad": "penstock._core.patience",
     "Source": "penstock._core.source",
     "SpecError": "penstock._core.errors",

@@ -8,6 +8,8 @@ copied to memory of the pool, which JAX may keep for as long as it likes. It nev
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,8 +17,9 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
-from penstock._core.device import Device, HostDevice
+from penstock._core.device import Device, HostDevice, Shelves
 from penstock._core.spec import Array
 
 __all__ = ["JaxDevice", "device"]
@@ -57,6 +60,36 @@ class JaxDevice(Device):
             return self._host.copy(blocks, [array.astype(_canonical(array.dtype), copy=False) for array in arrays])
         for block, array in zip(blocks, arrays, strict=True):
             block[:] = [jax.device_put(array, self._target)]
+        return [block[0] for block in blocks]
+
+    def gather(
+        self,
+        shelves: Shelves,
+        arrays: Sequence[Array],
+        start: int,
+        *,
+        rows: npt.NDArray[np.int64],
+        blocks: Sequence[Any],
+    ) -> Any:
+        """On the CPU in the host's own memory; else a shelf is an array that is given back changed (donated)."""
+        shelves = dataclasses.replace(
+            shelves, forms=tuple((shape, _canonical(dtype)) for shape, dtype in shelves.forms)
+        )
+        arrays = [array.astype(_canonical(array.dtype), copy=False) for array in arrays]
+        if self._host is not None:
+            return self._host.gather(shelves, arrays, start, rows=rows, blocks=blocks)
+        if len(self._devices) > 1:
+            raise ValueError(f"samples are kept on one device, not on {self.name}: leave out cache or the sharding")
+        for shelf, array, (shape, dtype), block in zip(shelves.blocks, arrays, shelves.forms, blocks, strict=True):
+            if not shelf:
+                shelf[:] = [jax.device_put(jax.numpy.zeros((shelves.rows, *shape), dtype), self._target)]
+            if len(array):
+                # Always as many rows, since each number of them would be compiled for itself.
+                padded = np.zeros((shelves.spare, *shape), dtype)
+                padded[: len(array)] = array
+                # It stays there until it is replaced: what is lost in between must not look like a new one.
+                shelf[0] = _put(shelf[0], jax.device_put(padded, self._target), start)
+            block[:] = [_taken(shelf[0], rows)]
         return [block[0] for block in blocks]
 
     def copied(self, ticket: Any, *, wait: bool) -> bool:
@@ -122,6 +155,16 @@ class JaxDevice(Device):
             return None
         stats = [d.memory_stats() or {} for d in self._devices]
         return min((s["bytes_limit"] - s["bytes_in_use"] for s in stats if "bytes_limit" in s), default=None)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(shelf: Any, array: Any, start: int) -> Any:
+    return jax.lax.dynamic_update_slice_in_dim(shelf, array, start, axis=0)
+
+
+@functools.partial(jax.jit)
+def _taken(shelf: Any, rows: Any) -> Any:
+    return jax.numpy.take(shelf, rows, axis=0, mode="clip")
 
 
 def _canonical(dtype: np.dtype[Any]) -> np.dtype[Any]:

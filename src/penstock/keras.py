@@ -85,6 +85,11 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
                 f"on_error={on_error!r} would shift every sample after one that is left out, and batches have numbers "
                 "here: let load return its targets too, and use FeedDataset.from_feed(Feed(..., on_error=...))"
             )
+        if cache == "device":
+            raise ValueError(
+                'cache="device" needs device_memory, which is an argument of Feed: use FeedDataset.from_feed(Feed(..., '
+                'cache="device", device_memory=...))'
+            )
         beside = tuple(_columns(column) for column in (y, sample_weight) if column is not None)
         items: Any
         if load is None:

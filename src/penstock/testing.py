@@ -22,7 +22,7 @@ import pytest
 
 import penstock
 from penstock import BudgetError, Feed, OnDevice, Place, PlaceFull, ResourceHeld
-from penstock._core.device import Device, copying_device
+from penstock._core.device import Device, Gathers, Shelves, copying_device
 from penstock._core.spec import Array, to_dtype
 
 __all__ = ["DeviceSuite"]
@@ -177,6 +177,45 @@ class DeviceSuite:
         device.settle()
         assert over == ["s", "t"]
 
+    def test_kept_rows_are_gathered_in_any_order(self) -> None:
+        """What comes from the host is put anywhere, and rows from anywhere make a batch; nothing else is touched."""
+        device = self.device()
+        if not isinstance(device, Gathers):
+            pytest.skip(f"{device.name} keeps no samples: it has no gather")
+        draw = np.random.default_rng(0)
+        forms: list[tuple[tuple[int, ...], np.dtype[Any]]] = [
+            ((5, 3), np.dtype(np.uint8)), ((), np.dtype(np.int64)), ((2, 2), np.dtype(np.float32)),
+            ((0, 3), np.dtype(np.float32)), ((3,), to_dtype("float16")), ((1,), to_dtype("bfloat16")),
+        ]  # fmt: skip
+        forms = [(shape, dtype) for shape, dtype in forms if device.takes(dtype)]
+        rows, spare = 40, 6
+        sizes = [dtype.itemsize * math.prod(shape) for shape, dtype in forms]
+        blocks = tuple(device.allocate(max(1, size * rows)) for size in sizes)
+        targets = [device.allocate(max(1, size * spare)) for size in sizes]
+        shelves = Shelves(blocks, tuple(forms), rows, spare, device.allocate(8 * spare))
+        model = [np.zeros((rows, *shape), dtype) for shape, dtype in forms]
+        used = 0
+        for count in (6, 3, 0, 6, 1, 0, 6, 5, 6, 6, 6, 2):
+            arrays = [draw.integers(0, 99, (count, *shape)).astype(dtype) for shape, dtype in forms]
+            start = min(used, rows - spare)
+            for kept, array in zip(model, arrays, strict=True):
+                kept[start : start + count] = array
+            used = min(used + count, rows - spare)
+            wanted = draw.permutation(np.r_[draw.integers(0, max(1, used), spare - count), start : start + count])
+            ticket = device.gather(shelves, arrays, start, rows=wanted, blocks=targets)
+            for target, kept, (shape, dtype) in zip(targets, model, forms, strict=True):
+                leaf = device.hand_out(target, ticket, (len(wanted), *shape), dtype, int)
+                assert tuple(leaf.shape) == (len(wanted), *shape)
+                np.testing.assert_array_equal(
+                    self.host(leaf).astype(np.float64), kept[wanted].astype(np.float64), err_msg=f"{shape} {dtype}"
+                )
+                del leaf
+            assert device.copied(ticket, wait=True)
+            gc.collect()
+            device.settle()
+        for block in (*blocks, *targets, shelves.index):
+            device.free(block)
+
     # ---- a feed to it
 
     def _feed(self, items: int = 42, **options: Any) -> Feed:
@@ -318,6 +357,20 @@ class DeviceSuite:
                 ).all()
             del batch
 
+    def test_a_cast_to_bfloat16_on_the_device_is_right_or_refused_at_once(self) -> None:
+        """Not every compiler knows the type; that is said before anything is loaded."""
+        try:
+            feed = self._feed(cast={"image": OnDevice("bfloat16")})
+        except ValueError as error:
+            assert "cannot compute that" in str(error)
+            return
+        with feed:
+            for number, batch in enumerate(feed):
+                assert "bfloat16" in str(batch["image"].dtype)
+                rows = np.arange(number * ROWS, number * ROWS + len(batch["name"]))
+                assert (self.host(batch["image"]).astype(np.float32)[:, 0, 0] == rows).all()
+            del batch
+
     def test_device_memory_bounds_the_buffers(self) -> None:
         """Three buffers become two, and what is too small is refused with the least that works."""
         if not self.copies:
@@ -340,6 +393,53 @@ class DeviceSuite:
         with self._feed(batch_size="max", device_memory=10 * each) as feed:
             assert feed.plan.batch_size > ROWS
             assert feed.plan.device_bytes <= 10 * each
+
+    @pytest.mark.parametrize("part", [True, False], ids=["some", "all"])
+    def test_samples_that_are_kept_there_are_not_loaded_again(self, part: bool) -> None:
+        """The batches are the same, in the same order, and nothing is allocated after the first epoch."""
+        if not isinstance(self.device(), Gathers):
+            with pytest.raises(TypeError, match="cannot: it has no method"):
+                self._feed(cache="device", device_memory="1 MiB")
+            return
+        loaded: list[int] = []
+
+        def load(item: int) -> dict[str, Any]:
+            loaded.append(item)
+            return {name: value for name, value in _sample(item).items() if name != "name"}
+
+        kind: dict[str, Any] = {"load": load, "shuffle": True, "seed": 2}
+        with self._feed(to="numpy", **kind) as feed:
+            expected = [[batch["label"].tolist() for batch in feed] for _ in range(3)]
+        kept: dict[str, Any] = {
+            "cache": "device",
+            "device_memory": 90_000 if part else 200_000,
+            "cast": {"image": OnDevice("float32")},
+        }
+        with self._feed(**kind, **kept) as feed:
+            plan = feed.plan
+            assert (0 < plan.device_samples < 42) == part
+            assert plan.device_total_bytes <= (plan.device_memory or 0)
+            allocated: list[tuple[int, int | None]] = []
+            live: list[int] = []
+            for epoch in range(3):
+                loaded.clear()
+                for number, batch in enumerate(feed):
+                    labels = self.host(batch["label"])
+                    assert labels.tolist() == expected[epoch][number]
+                    images = self.host(batch["image"])
+                    assert images.dtype == np.float32
+                    np.testing.assert_array_equal(
+                        images, np.broadcast_to((labels % 251)[:, None, None], (len(labels), 32, 33))
+                    )
+                    assert (self.host(batch["value"]) == labels[:, None]).all()
+                    live.append(self.live_bytes() or 0)
+                if epoch:
+                    assert len(loaded) == 42 - plan.device_samples
+                allocated.append((feed.stats.device_allocations, self.allocated()))
+            assert allocated[0] == allocated[1] == allocated[2]
+            assert max(live[22:]) <= max(live[:11])
+            assert feed.stats.copied == 0
+            del batch
 
     # ---- requests
 

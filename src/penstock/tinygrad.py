@@ -7,17 +7,21 @@ gone. All of these hold the same node of the graph (the ``UOp`` of the buffer), 
 from __future__ import annotations
 
 import ctypes
+import math
+import os
+import subprocess
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tinygrad import Device as Devices
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, Variable, dtypes
 from tinygrad.device import Buffer, BufferSpec
 from tinygrad.uop.ops import Ops, UOp
 
-from penstock._core.device import Device
+from penstock._core.device import Device, Shelves
 from penstock._core.spec import Array, to_dtype
 
 __all__ = ["TinygradDevice", "device"]
@@ -70,6 +74,40 @@ class TinygradDevice(Device):
                 self._runtime.allocator._copyin(block._buf, _bytes_of(array))
         return None if self._device == "CPU" else True
 
+    def gather(
+        self,
+        shelves: Shelves,
+        arrays: Sequence[Array],
+        start: int,
+        *,
+        rows: npt.NDArray[np.int64],
+        blocks: Sequence[Any],
+    ) -> Any:
+        """By way of the blocks: OpenCL copies to the start of a buffer only, kernels write anywhere in it.
+
+        A block is written as a whole to the rows from ``start`` on, and then filled with what is wanted. So there are
+        two kernels for each form of a row, however many samples come and wherever they are put.
+        """
+        at = Variable("start", 0, shelves.rows - shelves.spare).bind(start)
+        places = rows.astype(np.int32)
+        self.copy([shelves.index], [places])
+        index = self._over(shelves.index, (len(rows),), dtypes.int32)
+        for shelf, array, size, block in zip(shelves.blocks, arrays, shelves.row_bytes(), blocks, strict=True):
+            if not size:
+                continue
+            unit = next(kind for kind in (dtypes.int32, dtypes.int16, dtypes.uint8) if size % kind.itemsize == 0)
+            width = size // unit.itemsize
+            kept = self._over(shelf, (shelves.rows, width), unit)
+            if len(array):
+                self.copy([block], [array])
+                kept[at : at + shelves.spare].assign(self._over(block, (shelves.spare, width), unit)).realize()
+                kept = self._over(shelf, (shelves.rows, width), unit)
+            self._over(block, (len(rows), width), unit).assign(kept[index]).realize()
+        return None if self._device == "CPU" else places  # which must live until it was read
+
+    def _over(self, block: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        return Tensor(UOp.from_buffer(_Window(block, math.prod(shape), dtype))).reshape(shape)
+
     def copied(self, ticket: Any, *, wait: bool) -> bool:
         """tinygrad has no events that could be asked: known only after waiting for everything."""
         if wait and ticket is not None:
@@ -98,6 +136,17 @@ class TinygradDevice(Device):
         """Assign to a tensor over the block, which allocates nothing."""
         out = self.hand_out(block, None, tuple(leaf.shape), dtype, over)
         return out.assign(leaf.cast(out.dtype)).realize() if 0 not in leaf.shape else out
+
+    def refuses(self, dtype: np.dtype[Any]) -> str | None:
+        """Why nothing can be cast to this dtype here; None if it can."""
+        compiler: Any = getattr(self._runtime, "compiler", None)
+        if dtype.name != "bfloat16" or not hasattr(compiler, "args"):
+            return None
+        # tinygrad writes C for its CPU device, in which this is the name; older compilers lack it on many processors.
+        target = [f"--target={compiler.arch}-none-unknown-elf", *compiler.args]
+        command = [os.environ.get("CC", "clang"), "-x", "c", "-fsyntax-only", *target, "-"]
+        done = subprocess.run(command, input=b"__bf16 x;", capture_output=True, check=False)
+        return None if done.returncode == 0 else "its compiler, clang, is too old for that on this processor"
 
     def free(self, block: Any) -> None:
         """To the device, not to tinygrad's cache."""

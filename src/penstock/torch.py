@@ -6,6 +6,7 @@ under ``if self._stream is not None`` and in ``pin``: a side stream, an event a 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import weakref
 from collections import deque
@@ -13,10 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.dlpack import to_dlpack
 
-from penstock._core.device import Device
+from penstock._core.device import Device, Shelves
 from penstock._core.spec import Array, to_dtype
 
 __all__ = ["TorchDevice", "device", "from_array"]
@@ -62,23 +64,53 @@ class TorchDevice(Device):
 
     def copy(self, blocks: Sequence[Any], arrays: Sequence[Array]) -> Any:
         """Copy at once, or on CUDA in a stream of its own beside the computation."""
-        pairs = [(b[: a.nbytes], _bytes_of(a)) for b, a in zip(blocks, arrays, strict=True) if a.nbytes]
-        if self._stream is not None:
-            # Kernels that were queued before this may still read the blocks: those that run now go on, and the copy
-            # runs beside the ones that are queued after it.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            while self._released:
-                self._stream.wait_event(self._released.popleft())
-            with torch.cuda.stream(self._stream):
-                for block, host in pairs:
-                    block.copy_(host, non_blocking=True)
-                return self._stream.record_event()
-        for block, host in pairs:
-            if self._device.type == "cpu":  # torch's own copy waits for threads that a copy does not need
-                np.copyto(block.numpy(), host.numpy())
-            else:
-                block.copy_(host)
-        return None
+        with self._beside():
+            for block, array in zip(blocks, arrays, strict=True):
+                self._ship(block[: array.nbytes], array)
+        return None if self._stream is None else self._stream.record_event()
+
+    def gather(
+        self,
+        shelves: Shelves,
+        arrays: Sequence[Array],
+        start: int,
+        *,
+        rows: npt.NDArray[np.int64],
+        blocks: Sequence[Any],
+    ) -> Any:
+        """The same, and then a kernel for each leaf that reads its shelf and writes its block."""
+        count = len(rows)
+        with self._beside():
+            index = shelves.index[: 8 * count].view(torch.int64)
+            self._ship(shelves.index[: 8 * count], rows)
+            for shelf, array, size, block in zip(shelves.blocks, arrays, shelves.row_bytes(), blocks, strict=True):
+                if size:
+                    self._ship(shelf[start * size : start * size + array.nbytes], array)
+                    # The type plays no role here, and a wide one has less to count.
+                    unit = next(kind for kind in _UNITS if size % kind.itemsize == 0)
+                    kept = shelf[: shelves.rows * size].view(unit).view(shelves.rows, -1)
+                    torch.index_select(kept, 0, index, out=block[: count * size].view(unit).view(count, -1))
+        return None if self._stream is None else self._stream.record_event()
+
+    def _beside(self) -> Any:
+        """Where copies are queued: on CUDA in a stream of their own."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        # Kernels that were queued before this may still read the blocks: those that run now go on, and the copy
+        # runs beside the ones that are queued after it.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        while self._released:
+            self._stream.wait_event(self._released.popleft())
+        return torch.cuda.stream(self._stream)
+
+    def _ship(self, target: Any, array: Array) -> None:
+        """Copy an array to bytes of the device."""
+        if not array.nbytes:
+            return
+        if self._device.type == "cpu":  # torch's own copy waits for threads that a copy does not need
+            np.copyto(target.numpy(), _bytes_of(array).numpy())
+        else:
+            target.copy_(_bytes_of(array), non_blocking=self._stream is not None)
 
     def copied(self, ticket: Any, *, wait: bool) -> bool:
         """Whether the stream has passed the copy."""
@@ -161,6 +193,9 @@ class TorchDevice(Device):
         view = block[:nbytes]
         weakref.finalize(view, over).atexit = False
         return torch.from_dlpack(to_dlpack(view)).untyped_storage()
+
+
+_UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def _bytes_of(array: Array) -> Any:

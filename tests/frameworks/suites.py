@@ -5,6 +5,7 @@ Run by ``test_doors.py``; ``pytest tests/frameworks/suites.py::TestJax`` runs on
 
 from __future__ import annotations
 
+import gc
 import shutil
 from typing import Any, ClassVar
 
@@ -28,6 +29,60 @@ class TestJax(DeviceSuite):
         import jax
 
         return sum(int(array.nbytes) for array in jax.live_arrays() if not array.is_deleted())
+
+    def test_live_arrays_stay_as_many_over_three_epochs(self) -> None:
+        """JAX allocates each batch anew; after the first ones there are never more of them, nor more bytes."""
+        import jax
+
+        with self._feed(num_workers=1) as feed:
+            seen: list[set[tuple[int, int]]] = []
+            for _ in range(3):
+                found = set()
+                for number, batch in enumerate(feed):
+                    self._check(batch, number)
+                    gc.collect()
+                    live = sum(not array.is_deleted() for array in jax.live_arrays())
+                    found.add((live, self.live_bytes() or 0))
+                seen.append(found)
+            assert max(seen[1]) == max(seen[0])
+            assert max(seen[2]) == max(seen[0])
+            del batch
+
+    def test_a_device_is_named_by_platform_and_number(self) -> None:
+        """And one that is not there is refused with those that are."""
+        import jax
+
+        devices = jax.devices("cpu")
+        for number, device in enumerate(devices):
+            with self._feed(8, to=f"jax:cpu:{number}") as feed:
+                assert {d for batch in feed for d in batch["image"].devices()} == {device}
+        with pytest.raises(ValueError, match=rf"has no device 'cpu:{len(devices)}', only cpu:0"):
+            self._feed(8, to=f"jax:cpu:{len(devices)}")
+
+    def test_what_is_done_on_accelerators_keeps_samples_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """There JAX owns the memory. Its CPU device does as well, if it is treated like one."""
+        import penstock.jax
+
+        device = penstock.jax.device("cpu")
+        device._host = None
+        monkeypatch.setattr(self, "device", lambda: device)
+        self.test_kept_rows_are_gathered_in_any_order()
+
+        def load(item: int) -> Any:
+            return np.full(8, item, np.float32), item
+
+        with self._feed(to=device, load=load, cache="device", device_memory="1 MiB", shuffle=True) as feed:
+            live = []
+            for _ in range(4):
+                seen = []
+                for x, y in feed:
+                    assert (self.host(x) == self.host(y)[:, None]).all()
+                    seen += self.host(y).tolist()
+                assert sorted(seen) == list(range(42))
+                live.append(self.live_bytes())
+            assert feed.stats.cached == 3 * 42
+            assert live[1] == live[2] == live[3]
+            del x, y
 
     def test_a_sharding_spreads_a_batch_over_devices(self) -> None:
         """Each device gets its part, and the parts together are the batch."""

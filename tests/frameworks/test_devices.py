@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -351,6 +352,56 @@ def test_a_batch_that_no_device_memory_can_hold_is_refused_when_it_comes() -> No
         ) as caught:
             next(batches)
         assert caught.value.least > MiB(1)
+
+
+class Locking(HostDevice):
+    """A device that locks the pages it reads, as CUDA's driver does, with what the system has for that."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__("locking")
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._limit = limit
+        self.locked: dict[int, int] = {}
+
+    def pin(self, address: int, nbytes: int) -> str | None:
+        nbytes = nbytes if self._limit is None else self._limit
+        if self._libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)):
+            return f"the arena could not be page-locked ({os.strerror(ctypes.get_errno())}): copies take a detour"
+        self.locked[address] = nbytes
+        return "the arena is page-locked"
+
+    def unpin(self, address: int) -> None:
+        if address in self.locked:
+            self._libc.munlock(ctypes.c_void_p(address), ctypes.c_size_t(self.locked.pop(address)))
+
+
+def locked_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmLck")).split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
+def test_the_arena_is_pinned_where_it_lies_and_let_go_at_the_end() -> None:
+    """All slots, once, with a note in the plan; copies read what workers write there afterwards."""
+    device, before = Locking(), locked_bytes()
+    with Feed(range(20), load, batch_size=2, memory="64 MiB", num_workers=1, executor="thread", to=device) as feed:
+        plan = feed.plan
+        if not device.locked:
+            pytest.skip(f"this system locks no pages: {plan.notes[-1]}")
+        assert plan.notes[-1] == "the arena is page-locked"
+        assert locked_bytes() - before == sum(device.locked.values()) >= plan.arena_bytes
+        for _ in range(2):
+            assert [int(b[0, 0, 0]) for b in feed] == list(range(0, 20, 2))
+        assert len(device.locked) == 1
+    assert device.locked == {}
+    assert locked_bytes() == before
+
+
+def test_pinning_that_fails_is_a_note_and_nothing_else() -> None:
+    device = Locking(limit=2**60)
+    with Feed(range(20), load, batch_size=2, memory="64 MiB", num_workers=0, to=device) as feed:
+        assert "could not be page-locked" in feed.plan.notes[-1]
+        assert [int(b[0, 0, 0]) for b in feed] == list(range(0, 20, 2))
 
 
 def test_a_plan_without_a_device_is_what_it_was() -> None:

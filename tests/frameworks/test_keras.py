@@ -330,6 +330,8 @@ def test_batches_from_blocks_come_as_they_are_read(tmp_path: Path) -> None:
             dataset.on_epoch_end()
         assert exact_model().fit(dataset, epochs=2, verbose=0).history["loss"] == [0.0] * 2
         assert dataset.feed.stats.batches == 4 * BATCHES + 1
+    with pytest.raises(ValueError, match=r"use FeedDataset\.from_feed\(Feed\(\.\.\., cache=\"device\", device_memory="):
+        FeedDataset(np.zeros((8, 3)), batch_size=2, cache="device")
     with pytest.raises(ValueError, match="y cannot be put beside them"):
         FeedDataset(mapped, np.arange(ITEMS), load=np.negative, **options)
 

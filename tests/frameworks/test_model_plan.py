@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import random
 import subprocess
 import sys
@@ -550,6 +551,67 @@ def test_a_wrong_argument_says_what_to_give(options: dict[str, Any], error: type
 
 
 # ---------------------------------------- wrappers, other devices
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    ("sample", "model", "message"),
+    [
+        (np.zeros(16, np.uint8), lambda: nn.Linear(16, 4), r"uint8\[16\], .* wants float32: give cast='float32'"),
+        (np.zeros(16), nn.Linear(16, 4), r"multiplies float64 with float32.* give cast='float32'"),
+        ((np.zeros(16, np.int64), 3), nn.Linear(16, 4), r"multiplies int64 with float32.* give cast=\{0: 'float32'\}"),
+        (np.zeros(16, np.float32), nn.Linear(16, 4).bfloat16(), r"with bfloat16.* give cast='bfloat16'"),
+        (np.zeros((16, 3), np.uint8), nn.LayerNorm(3), r"normalizes uint8.* give cast='float32'"),
+        (
+            {"input": np.zeros((3, 8, 8), np.uint8), "y": 1},
+            nn.Conv2d(3, 4, 3),
+            r"unsigned char.* give cast=\{'input': 'float32'\} \(penstock\.OnDevice",
+        ),
+        (np.zeros(16, np.float32), nn.Embedding(16, 4), r"got torch\.FloatTensor.* give cast='int64'"),
+        (np.datetime64("2020-01-01"), nn.Linear(16, 4), r"must be Tensor, not numpy\.ndarray.* is datetime64"),
+    ],
+    ids=["uint8", "float64", "int64", "bfloat16 model", "norm", "conv", "embedding", "dates"],
+)
+def test_a_sample_of_a_type_that_the_model_does_not_take_is_told_what_to_cast(
+    sample: Any, model: Any, message: str, train: bool
+) -> None:
+    with pytest.raises(penstock.PenstockError, match=message):
+        penstock.plan(
+            sample, batch_size="max", memory="256 MiB", model=model, device_memory="64 MiB", train=train, loss=None
+        )
+
+
+def test_a_cast_makes_the_sample_fit_the_model_in_a_plan_and_in_a_feed() -> None:
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "memory": "256 MiB",
+        "model": nn.Linear(16, 4),
+        "device_memory": "9 MiB",
+    }
+    sample = np.zeros(16, np.uint8)
+    assert penstock.plan(sample, cast="float32", **options).model_bytes > 0
+    feed = penstock.Feed(range(8), lambda _: sample, to="torch", num_workers=0, **options)
+    with feed, pytest.raises(penstock.PenstockError, match=r"multiplies uint8 with float32"):
+        next(iter(feed))
+    for cast in ("float32", penstock.OnDevice("float32")):
+        with penstock.Feed(range(8), lambda _: sample, to="torch", num_workers=0, cast=cast, **options) as feed:
+            assert all(model_takes(options["model"], batch) for batch in feed)
+
+
+def model_takes(model: Any, batch: Any) -> bool:
+    return tuple(model(batch).shape) == (4, 4)
+
+
+def test_a_wrong_shape_is_one_error_and_nothing_in_the_log(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Tensors without memory log a traceback of their own before they raise."""
+    options: dict[str, Any] = {"batch_size": "max", "memory": "256 MiB", "device_memory": "64 MiB"}
+    with pytest.raises(penstock.PenstockError, match=r"cannot be multiplied \(4x17 and 16x4\).* is float32\[17\]"):
+        penstock.plan(np.zeros(17, np.float32), model=nn.Linear(16, 4), **options)
+    assert caplog.records == []
+    assert capfd.readouterr() == ("", "")
+    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
 
 
 def test_a_tensor_that_a_model_keeps_elsewhere_is_warned_of() -> None:

@@ -402,6 +402,45 @@ def test_the_cache_takes_what_the_rest_leaves() -> None:
     assert solve(replace(request, cache=True, length=10, worth=30), TIGHT).held_samples == few.slots * 8 + 30
 
 
+kept_leaves = st.lists(st.one_of(st.integers(0, 200), st.integers(1, MiB(1))), min_size=1, max_size=4)
+
+
+@given(
+    kept_leaves, st.integers(1, 600), st.integers(1, 5), st.one_of(st.none(), st.integers(0, 10**6)),
+    st.integers(0, GiB(1)), st.integers(0, MiB(1)),
+)  # fmt: skip
+def test_what_is_kept_on_the_device_and_the_buffers_stay_inside_its_budget(
+    leaf_bytes: list[int], rows: int, each: int, items: int | None, spare: int, more: int
+) -> None:
+    """The least works, less does not, and more keeps no fewer samples than a third buffer would take."""
+    footprint = Footprint.assumed(tuple(leaf_bytes))
+    rows *= each
+    request = Request(
+        memory=GiB(64), batch_size=rows, num_workers=0, device_leaf_row_bytes=tuple(leaf_bytes), device_memory=1,
+        device_keeps=each, length=None if items is None else (items + 1) * each,
+    )  # fmt: skip
+    with pytest.raises(BudgetError) as caught:
+        solve(request, footprint)
+    least = caught.value.least
+    with pytest.raises(BudgetError, match="device_memory=") as caught:
+        solve(replace(request, device_memory=least - 1), footprint)
+    assert caught.value.least == least
+    plan = solve(replace(request, device_memory=least + spare), footprint)
+    assert plan.device_samples >= each
+    assert plan.device_samples % each == 0
+    assert plan.device_total_bytes == plan.device_bytes + plan.device_cache_bytes <= least + spare
+    assert plan.device_cache_bytes >= (plan.device_samples + rows) * sum(leaf_bytes)
+    assert "on the device: " in str(plan)
+    richer = solve(replace(request, device_memory=least + spare + more), footprint)
+    if richer.device_buffers == plan.device_buffers:
+        assert richer.device_samples >= plan.device_samples
+    else:
+        assert richer.device_buffers == 3
+        assert (
+            richer.device_samples == request.length or richer.device_samples * 9 >= plan.device_samples * 8 - 9 * rows
+        )
+
+
 def test_the_cache_counts_what_it_has_to_remember() -> None:
     """A number for each item, whether it is kept or not; of too many items not all can be."""
     request = Request(memory=GiB(1), batch_size=8, num_workers=2, cache=True, length=10)

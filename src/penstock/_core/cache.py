@@ -92,15 +92,17 @@ class Cache:
         return self.limit if isinstance(self.limit, int) else None
 
 
-def sort_out_cache(cache: Any) -> Literal["ram"] | Cache | None:
+def sort_out_cache(cache: Any) -> Literal["ram", "device"] | Cache | None:
     """What the user gave as ``cache``; TypeError or ValueError when it is nothing of the kind."""
     if cache is None or isinstance(cache, Cache):
         return cache
     if cache == "ram":
         return "ram"
+    if cache == "device":
+        return "device"
     if isinstance(cache, str | os.PathLike) and os.fspath(cache):
         return Cache(cache)
-    raise TypeError(f'cache={cache!r} is not known: give "ram", a folder, or penstock.Cache(folder, key=...)')
+    raise TypeError(f'cache={cache!r} is not known: give "ram", "device", a folder, or penstock.Cache(folder, key=...)')
 
 
 class Memory(Protocol):

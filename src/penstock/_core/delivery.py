@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from penstock._core.device import Device
+from penstock._core.cache_device import DeviceStore, Origin
+from penstock._core.device import Device, Gathers, Shelves
 from penstock._core.errors import BudgetError, FeedClosed
 from penstock._core.fill import castings
 from penstock._core.layout import LINE, aligned
+from penstock._core.plan import INDEX_BYTES
 from penstock._core.pool import Block, Pool, size_class
 from penstock._core.spec import Array, Cast, Leaf, Spec, row_bytes
 
@@ -95,13 +97,16 @@ class Delivery:
         self._ahead: _Sent | None = None
         self._unread: deque[_Sent] = deque()
         self._pinned: list[int] = []
+        self._store: DeviceStore | None = None
+        self._shelves: Shelves | None = None
         self._turn = threading.RLock()  # a feed may be closed in another thread
         self._closed = False
 
     @property
     def allocations(self) -> int:
         """Blocks that were ever allocated, those beyond the buffers too."""
-        return self._pool.allocations + self._extra
+        kept = 0 if self._shelves is None else len(self._shelves.blocks) + 1
+        return self._pool.allocations + self._extra + kept
 
     def reserve(self, spec: Spec, rows: int) -> None:
         """Allocate all buffers now: every batch has the same leaves, and at most so many rows."""
@@ -114,6 +119,21 @@ class Delivery:
         for block in blocks or ():
             self._pool.give_back(block)
 
+    def keep(self, store: DeviceStore, spec: Spec, rows: int) -> None:
+        """Allocate the memory of samples that are kept, and of as many as a batch has that only come by."""
+        total = store.spare + rows
+        blocks: list[Any] = []
+        try:
+            for leaf in spec.leaves:
+                blocks.append(self.device.allocate(aligned(row_bytes(leaf) * total) or LINE))
+            blocks.append(self.device.allocate(aligned(INDEX_BYTES * rows)))
+        except BaseException:
+            for block in blocks:
+                self.device.free(block)
+            raise
+        forms = tuple((leaf.shape, leaf.stored) for leaf in spec.leaves)
+        self._store, self._shelves = store, Shelves(tuple(blocks[:-1]), forms, total, rows, blocks[-1])
+
     def pin(self, windows: Sequence[tuple[int, int]]) -> tuple[str, ...]:
         """Let the device read the arena (addresses and sizes) directly, if it can; notes for the plan."""
         notes = []
@@ -123,18 +143,25 @@ class Delivery:
                 notes.append(note)
         return tuple(dict.fromkeys(notes))
 
-    def prefetch(self, key: tuple[int, int], values: list[Any], batch: Any) -> None:
+    def prefetch(self, key: tuple[int, int], values: list[Any], batch: Any, origin: Origin | None) -> None:
         """Begin to copy a batch that will be asked for next, if there is a buffer for it."""
         with self._turn:
             if self._ahead is None and not self._closed:
-                self._ahead = self._send(key, values, batch, must=False)
+                self._ahead = self._send(key, values, batch, origin, must=False)
 
-    def deliver(self, key: tuple[int, int] | None, values: list[Any], batch: Any) -> tuple[list[Any], bool]:
-        """The leaves of a batch on the device, and whether memory had to be allocated for them beyond the buffers."""
+    def deliver(
+        self, key: tuple[int, int] | None, values: list[Any], batch: Any, origin: Origin | None = None
+    ) -> tuple[list[Any], bool]:
+        """The leaves of a batch on the device, and whether memory had to be allocated for them beyond the buffers.
+
+        Where samples are kept there, ``values`` have only those that come from the host.
+        """
         with self._turn:
-            return self._deliver(key, values, batch)
+            return self._deliver(key, values, batch, origin)
 
-    def _deliver(self, key: tuple[int, int] | None, values: list[Any], batch: Any) -> tuple[list[Any], bool]:
+    def _deliver(
+        self, key: tuple[int, int] | None, values: list[Any], batch: Any, origin: Origin | None
+    ) -> tuple[list[Any], bool]:
         if self._closed:
             raise FeedClosed("the feed was closed: make a new one to go on")
         sent, self._ahead = self._ahead, None
@@ -142,14 +169,16 @@ class Delivery:
             self._drop(sent)
             sent = None
         if sent is None:
-            sent = self._send(key, values, batch, must=True)
+            sent = self._send(key, values, batch, origin, must=True)
             assert sent is not None
         goes = set(sent.places)
         leaves = [value if place in goes else _own(value) for place, value in enumerate(values)]
         try:
             while sent.places:
                 place, blocks = sent.places.pop(), sent.blocks.pop()
-                leaves[place] = self._handed_out(sent, values[place], sent.casts[place], blocks)
+                value = values[place]
+                shape = value.shape if origin is None else (len(origin.held), *value.shape[1:])
+                leaves[place] = self._handed_out(sent, shape, value.dtype, sent.casts[place], blocks)
         except BaseException:
             self._drop(sent)  # what was not handed out
             raise
@@ -178,8 +207,14 @@ class Delivery:
             self._pinned.clear()
             self.device.settle()
             self._pool.close()
+            if self._shelves is not None:
+                for block in (*self._shelves.blocks, self._shelves.index):
+                    self.device.free(block)
+                self._shelves = None
 
-    def _send(self, key: tuple[int, int] | None, values: list[Any], batch: Any, *, must: bool) -> _Sent | None:
+    def _send(
+        self, key: tuple[int, int] | None, values: list[Any], batch: Any, origin: Origin | None, *, must: bool
+    ) -> _Sent | None:
         device = self.device
         places = [i for i, v in enumerate(values) if isinstance(v, np.ndarray | np.generic) and device.takes(v.dtype)]
         casts = self._casts if self._fixed is not None else self._casts_of(values, batch)
@@ -194,11 +229,31 @@ class Delivery:
         # ascontiguousarray makes one of a number, which has no axes.
         arrays = [a.reshape(values[p].shape) for p, a in zip(places, arrays, strict=True)]
         try:
-            ticket = device.copy([row[0].memory for row in rows], arrays)
+            ticket = self._copied([row[0].memory for row in rows], arrays, origin)
         except BaseException:
             self._return(rows, extra)
             raise
         return _Sent(key, arrays, places, casts, rows, ticket, extra)
+
+    def _copied(self, blocks: list[Any], arrays: list[Array], origin: Origin | None) -> Any:
+        """Begin to copy a batch, from the host, from what is kept on the device, or from both."""
+        store, shelves, device = self._store, self._shelves, self.device
+        if origin is None or store is None or shelves is None:
+            return device.copy(blocks, arrays)
+        from_host = origin.held < 0
+        coming = origin.samples[from_host]
+        start = store.room_for(coming)
+        if start is None and len(coming) == len(origin.held):
+            return device.copy(blocks, arrays)
+        assert isinstance(device, Gathers)
+        rows = origin.held.copy()
+        # What there is no room for follows in the spare rows, which begin where the others end.
+        put = store.spare if start is None else start
+        rows[from_host] = put + np.arange(len(coming))
+        ticket = device.gather(shelves, arrays, put, rows=rows, blocks=blocks)
+        if start is not None:
+            store.arrived(coming)
+        return ticket
 
     def _take(self, sizes: list[int], *, must: bool) -> tuple[list[Block], bool] | None:
         need = sum(sizes)
@@ -242,10 +297,17 @@ class Delivery:
                 casts[place] = leaf.stored
         return casts
 
-    def _handed_out(self, sent: _Sent, value: Array, cast: np.dtype[Any] | None, blocks: list[Block]) -> Any:
+    def _handed_out(
+        self,
+        sent: _Sent,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        cast: np.dtype[Any] | None,
+        blocks: list[Block],
+    ) -> Any:
         device = self.device
         overs = [_nothing if sent.extra else partial(self._pool.give_back, block) for block in blocks]
-        leaf = device.hand_out(blocks[0].memory, sent.ticket, value.shape, value.dtype, overs[0])
+        leaf = device.hand_out(blocks[0].memory, sent.ticket, shape, dtype, overs[0])
         return leaf if cast is None else device.cast(leaf, blocks[1].memory, cast, overs[1])
 
     def _drop(self, sent: _Sent) -> None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib
+import math
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock._core.spec import Array
 
-__all__ = ["Device", "Door", "HostDevice", "copying_device", "door", "lent"]
+__all__ = ["Device", "Door", "Gathers", "HostDevice", "Shelves", "copying_device", "door", "lent"]
 
 _HOW: Final = (
     'give "numpy", "torch", "torch:cuda:0", "jax", "jax:cpu:0", "tinygrad", "tinygrad:CL", or an object with the '
@@ -95,6 +97,47 @@ class Device(Protocol):
         return
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shelves:
+    """Samples that are kept on a device: a block for each leaf, with a row for each sample."""
+
+    blocks: tuple[Any, ...]
+    """One for each leaf, allocated by the device."""
+    forms: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    """Shape and dtype of a row of each."""
+    rows: int
+    """Rows of each, the spare ones counted."""
+    spare: int
+    """Rows at the end that are never kept: those of a batch that only come by. No batch has more rows than these."""
+    index: Any
+    """A block with room for ``spare`` numbers of 64 bits, for the device to use as it likes."""
+
+    def row_bytes(self) -> list[int]:
+        """Bytes of a row of each leaf."""
+        return [dtype.itemsize * math.prod(shape) for shape, dtype in self.forms]
+
+
+@runtime_checkable
+class Gathers(Protocol):
+    """What a device can do besides, so that samples can be kept on it (``cache="device"``)."""
+
+    def gather(
+        self,
+        shelves: Shelves,
+        arrays: Sequence[Array],
+        start: int,
+        *,
+        rows: npt.NDArray[np.int64],
+        blocks: Sequence[Any],
+    ) -> Any:
+        """Begin to copy arrays to the rows of their shelves from ``start`` on, and then these rows of each shelf to the
+        start of its block; a ticket as from ``copy``.
+
+        The arrays have any number of samples up to ``spare``, none too. What comes after them up to ``start + spare``
+        is nobody's and may be overwritten. Blocks have room for ``spare`` rows.
+        """
+
+
 def lent(memory: Any, nbytes: int, over: Callable[[], object]) -> Any:
     """Memory with the buffer protocol, under an owner of its own: ``over`` when the last array over that is gone."""
     lease = (ctypes.c_char * nbytes).from_buffer(memory)
@@ -140,6 +183,24 @@ class HostDevice(Device):
         out = self.hand_out(block, None, leaf.shape, dtype, over)
         np.copyto(out, leaf, casting="unsafe")
         return out
+
+    def gather(
+        self,
+        shelves: Shelves,
+        arrays: Sequence[Array],
+        start: int,
+        *,
+        rows: npt.NDArray[np.int64],
+        blocks: Sequence[Any],
+    ) -> Any:
+        """Copy now."""
+        for shelf, array, size, block in zip(shelves.blocks, arrays, shelves.row_bytes(), blocks, strict=True):
+            if size:
+                kept = np.frombuffer(shelf, np.uint8, shelves.rows * size).reshape(shelves.rows, size)
+                kept[start : start + len(array)] = array.reshape(-1).view(np.uint8).reshape(len(array), size)
+                out = np.frombuffer(block, np.uint8, len(rows) * size).reshape(len(rows), size)
+                # "clip" because with "raise" NumPy gathers into a buffer first; rows are never out of bounds.
+                np.take(kept, rows, axis=0, out=out, mode="clip")
 
     def free(self, block: Any) -> None:
         """Unmapped with its last reference: a lease that is just ending in another thread may still have one."""

@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -31,6 +32,7 @@ from penstock._core.arena import AnyArena
 from penstock._core.batch import Lease, Leases
 from penstock._core.budget import MiB, format_bytes
 from penstock._core.cache import Store
+from penstock._core.cache_device import DeviceStore, Origin
 from penstock._core.crew import Crew
 from penstock._core.errors import (
     BudgetError,
@@ -47,7 +49,7 @@ from penstock._core.errors import (
 )
 from penstock._core.kept import Kept
 from penstock._core.ledger import Ledger, State
-from penstock._core.line_reader import Scatter
+from penstock._core.line_reader import Scatter, Stretch
 from penstock._core.order import Mixing
 from penstock._core.patience import Patience, SlowLoad, users_level
 from penstock._core.plan import Plan
@@ -115,6 +117,8 @@ class Chunk:
     failures: tuple[Failure, ...]
     counts: list[tuple[int, int]] | None = None
     ready: bool = False
+    origin: Origin | None = None
+    """Which of its samples are kept on the device: they are not in the slot, where the others stand in a row."""
 
 
 class Engine:
@@ -483,7 +487,14 @@ class Engine:
         if self.cache is not None and (kept := self.cache.look(unit.indices)) is not None:
             loaded -= self.cache.held(kept)
             self.stats.cached += (count - loaded) * self._each
-        parts = [slice(0, count)] if here else self._parts(unit, loaded)
+        indices, left = unit.indices, None
+        apart = self.cache if isinstance(self.cache, DeviceStore) else None
+        if apart is not None and kept is not None:
+            left = np.flatnonzero(kept < 0)
+            indices = indices[left]
+        parts = [slice(0, count)] if here or not len(indices) else self._parts(indices, loaded)
+        if left is not None and isinstance(unit.items, Stretch):  # such items can only be had in a row
+            parts = [run for part in parts for run in _runs(part, left)]
         idents = range(self._next_task, self._next_task + len(parts))
         self._next_task += len(parts)
         chunk = self._chunk(idents)
@@ -495,11 +506,19 @@ class Engine:
             self._copy_here(unit, chunk, kept)
             self._ledger.done(idents[0])
             return
+        if apart is not None and kept is not None:
+            chunk.origin = apart.origin(unit.indices, kept)
+            if not len(indices):
+                chunk.rows, unit.open = count * self._each, 0
+                self._ledger.done(idents[0])
+                return
         for ident, part in zip(idents, parts, strict=True):
+            start, places = (part.start, None) if isinstance(part, slice) else (0, part)
+            part = part if left is None else _row(left[part])  # from here on: which items of the unit
             if isinstance(part, slice):
-                items, start, places = None if unit.items is None else unit.items[part], part.start, None
+                items = None if unit.items is None else unit.items[part]
             else:
-                items, start, places = _chosen(unit.items, part), 0, part
+                items = _chosen(unit.items, part)
             indices = unit.indices[part]
             task = Task(ident, chunk.slot, offset, capacity, start * self._each, unit.epoch, indices, items, unit.skip)
             task.places = places
@@ -511,12 +530,12 @@ class Engine:
             self._by_task[ident] = (unit, chunk, loaded, part)
             self.crew.submit(task)
 
-    def _parts(self, unit: Unit, loaded: int) -> Sequence[Part]:
-        """Which items of a unit each of its tasks has: so many that follow each other, or those of a block."""
+    def _parts(self, indices: npt.NDArray[np.int64], loaded: int) -> Sequence[Part]:
+        """Which of these items each task has: so many that follow each other, or those of a block."""
         if self._mixing is not None:
-            by_block = np.argsort(unit.indices)
-            return np.split(by_block, self._mixing.cuts(unit.indices[by_block]))
-        count = len(unit.indices)
+            by_block = np.argsort(indices)
+            return np.split(by_block, self._mixing.cuts(indices[by_block]))
+        count = len(indices)
         size = count if self.mode is not Mode.ROWS else self._rows_a_task(count, loaded)
         if self.mode is Mode.ROWS and unit.weight > TASK_ITEM_BYTES:
             size = min(size, count * TASK_ITEM_BYTES // unit.weight + 1)
@@ -879,6 +898,22 @@ def _chosen(items: Sequence[Any] | None, part: npt.NDArray[np.int64]) -> Sequenc
     if items is None or isinstance(items, Scatter):
         return None if items is None else items[part]
     return [items[i] for i in part.tolist()]
+
+
+def _runs(part: Part, left: npt.NDArray[np.int64]) -> Iterator[Part]:
+    """The same in pieces, each of places that follow each other in ``left``."""
+    if not isinstance(part, slice):
+        yield part
+        return
+    cuts = part.start + 1 + np.flatnonzero(np.diff(left[part]) != 1)
+    for start, stop in pairwise((part.start, *cuts.tolist(), min(part.stop, len(left)))):
+        yield slice(start, stop)
+
+
+def _row(places: npt.NDArray[np.int64]) -> Part:
+    """Places that follow each other as a slice, others as they are."""
+    first, last = int(places[0]), int(places[-1])
+    return slice(first, last + 1) if last - first == len(places) - 1 and (np.diff(places) == 1).all() else places
 
 
 def _place(ordinal: int, part: Part) -> int:

@@ -20,6 +20,7 @@ from penstock._core import context
 from penstock._core.batch import Assembler, nbytes_of, packed_batch, rows_batch
 from penstock._core.bookmark import Bookmark
 from penstock._core.cache import CacheWarning
+from penstock._core.cache_device import Origin
 from penstock._core.delivery import Delivery
 from penstock._core.engine import Chunk, Engine, Unit, error_of
 from penstock._core.errors import LoadError, SpecError, said, shown
@@ -165,13 +166,14 @@ class Epoch:
         engine, layout = launched.engine, launched.layout
         texts = chunk.body or []
         lease = engine.lease(chunk)
+        there = _rows_in_slot(chunk)
         if lease is not None:
-            leaves = rows_batch(layout, *lease, chunk.rows, texts, launched.options.door)
+            leaves = rows_batch(layout, *lease, there, texts, launched.options.door)
         else:
-            leaves = rows_batch(layout, *engine.peek(chunk), chunk.rows, texts, None)
-        row_size = nbytes_of(leaves) // chunk.rows
+            leaves = rows_batch(layout, *engine.peek(chunk), there, texts, None)
+        row_size = nbytes_of(leaves) // chunk.rows if chunk.origin is None else layout.spec.sample_bytes
         copy_of = chunk if lease is None else None
-        self._shared = _Shared(leaves, row_size, chunk.rows, unit.start, copy_of, chunk.batch)
+        self._shared = _Shared(leaves, row_size, chunk.rows, unit.start, copy_of, chunk.batch, chunk.origin)
         return self._slice(engine.plan.batch_size)
 
     def _slice(self, size: int) -> Any:
@@ -181,10 +183,10 @@ class Epoch:
         assert launched is not None
         at = shared.at
         rows = min(size, shared.rows - at)
-        leaves = shared.leaves if rows == shared.rows else [leaf[at : at + rows] for leaf in shared.leaves]
+        leaves, origin = shared.part(rows)
         shared.at = at + rows
         if launched.delivery is not None:
-            leaves = self._sent(launched.delivery, (shared.key, at), leaves, None)
+            leaves = self._sent(launched.delivery, (shared.key, at), leaves, None, origin)
             if shared.copy_of is not None:
                 launched.delivery.settle(most=0)
         elif shared.copy_of is not None:
@@ -241,20 +243,21 @@ class Epoch:
         assert launched is not None
         engine, size = launched.engine, launched.plan.batch_size
         if shared is not None:
-            at, rows = shared.at, min(size, shared.rows - shared.at)
-            delivery.prefetch((shared.key, at), [leaf[at : at + rows] for leaf in shared.leaves], None)
+            leaves, origin = shared.part(min(size, shared.rows - shared.at))
+            delivery.prefetch((shared.key, shared.at), leaves, None, origin)
         elif (ahead := engine.upcoming(self.run, self.number)) is not None:
             batch, values = self._on_host(ahead, *engine.peek(ahead))
+            origin = ahead.origin
             if batch is None and ahead.rows > size:
-                values = [value[:size] for value in values]
-            delivery.prefetch((ahead.batch, 0), values, batch)
+                values, origin = _Shared(values, 0, ahead.rows, 0, None, 0, origin).part(size)
+            delivery.prefetch((ahead.batch, 0), values, batch, origin)
 
     def _on_host(self, chunk: Chunk, memory: Any, start: int) -> tuple[Any, list[Any]]:
         """A chunk as it lies in its slot: the batch, where it is not a row of every leaf, and its leaves."""
         launched = self._launched
         assert launched is not None
         if launched.engine.mode is Mode.ROWS:
-            return None, rows_batch(launched.layout, memory, start, chunk.rows, chunk.body or [], None)
+            return None, rows_batch(launched.layout, memory, start, _rows_in_slot(chunk), chunk.body or [], None)
         batch = packed_batch(chunk.body, launched.trees, memory, start, None, copy=False)
         return batch, flatten(batch)[0]
 
@@ -312,7 +315,9 @@ class Epoch:
             self._assembler.add([samples], len(samples))
         elif chunk.rows:
             texts = chunk.body or []
-            leaves = rows_batch(launched.layout, *engine.peek(chunk), chunk.rows, texts, None)
+            leaves = rows_batch(launched.layout, *engine.peek(chunk), _rows_in_slot(chunk), texts, None)
+            if chunk.origin is not None:
+                leaves = _spread(leaves, chunk.origin)
             lost = {f.ordinal for f in chunk.failures} if engine.mode is Mode.ROWS else set()
             good = [i for i in range(chunk.rows) if i // each not in lost]
             self._assembler.add([_chosen(leaf, good, chunk.rows) for leaf in leaves], len(good))
@@ -357,16 +362,26 @@ class Epoch:
             if convert is None:
                 return batch
             return optree.tree_map(lambda x: convert(x) if isinstance(x, np.ndarray) else x, batch, namespace=NAMESPACE)
-        self._count(rows, nbytes_of(leaves))
+        origin = None
+        if launched.keeps:
+            leaves, origin = _gathered(leaves)
+        self._count(rows, rows * launched.layout.spec.sample_bytes if origin is not None else nbytes_of(leaves))
         if launched.delivery is not None:
-            leaves = self._sent(launched.delivery, None, leaves, None)
+            leaves = self._sent(launched.delivery, None, leaves, None, origin)
         elif convert is not None:
             leaves = [leaf if isinstance(leaf, list) else convert(leaf) for leaf in leaves]
         return launched.layout.spec.build(leaves)
 
-    def _sent(self, delivery: Delivery, key: tuple[int, int] | None, values: list[Any], batch: Any) -> list[Any]:
+    def _sent(
+        self,
+        delivery: Delivery,
+        key: tuple[int, int] | None,
+        values: list[Any],
+        batch: Any,
+        origin: Origin | None = None,
+    ) -> list[Any]:
         """Leaves on the device; those with a key may be on their way already."""
-        leaves, extra = delivery.deliver(key, values, batch)
+        leaves, extra = delivery.deliver(key, values, batch, origin)
         self._stats.device_allocations = delivery.allocations
         if extra:
             self._note_extra(delivery)
@@ -422,7 +437,39 @@ class _Shared:
     """The chunk to copy from and release at the end, where it could not be leased."""
     key: int
     """The number of the chunk."""
+    origin: Origin | None = None
+    """Which samples are kept on the device; ``leaves`` are without them."""
     at: int = 0
+
+    def part(self, rows: int) -> tuple[list[Any], Origin | None]:
+        """The leaves of the next so many rows, and where they come from."""
+        at, origin = self.at, self.origin
+        if rows == self.rows:
+            return self.leaves, origin
+        if origin is None:
+            return [leaf[at : at + rows] for leaf in self.leaves], None
+        part = origin.part(at, at + rows)
+        start = origin.part(0, at).on_host()
+        return [leaf[start : start + part.on_host()] for leaf in self.leaves], part
+
+
+def _rows_in_slot(chunk: Chunk) -> int:
+    return chunk.rows if chunk.origin is None else chunk.origin.on_host()
+
+
+def _spread(leaves: list[Any], origin: Origin) -> list[Any]:
+    """Leaves with a row for every sample, also for those on the device, and two more that say which these are."""
+    from_host = origin.held < 0
+    spread = [np.empty((len(from_host), *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+    for wide, leaf in zip(spread, leaves, strict=True):
+        wide[from_host] = leaf
+    return [*spread, origin.samples, origin.held]
+
+
+def _gathered(leaves: list[Any]) -> tuple[list[Any], Origin]:
+    """And back."""
+    *values, samples, held = leaves
+    return [value[held < 0] for value in values], Origin(samples, held)
 
 
 def _chosen(leaf: Any, good: list[int], rows: int) -> Any:

@@ -219,6 +219,10 @@ class Feed:
 
         if self._options.cache is None:
             raise ValueError('pack fills a cache, and this feed has none: give cache="ram", or a folder')
+        if self._options.cache == "device":
+            raise ValueError(
+                'pack fills a cache in memory or on disk; cache="device" keeps what batches bring there: run an epoch'
+            )
         if self._closed:
             raise FeedClosed("the feed was closed: make a new one to go on")
         self._end_current()

@@ -17,6 +17,8 @@ from penstock._core import machine
 from penstock._core.batch import Trees
 from penstock._core.blocks import Blocks
 from penstock._core.budget import format_bytes
+from penstock._core.cache import Store
+from penstock._core.cache_device import DeviceStore
 from penstock._core.choice import Threads, choose
 from penstock._core.crew import Crew, process_crew
 from penstock._core.crew.inline import InlineCrew
@@ -75,6 +77,11 @@ class Launched:
     """What copies batches to a device; None where they are handed out as they lie in their slots."""
     trees: Trees = dataclasses.field(default_factory=Trees)
     owner: int = dataclasses.field(default_factory=os.getpid)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether samples are kept on the device."""
+        return isinstance(self.engine.cache, DeviceStore)
 
     def close(self) -> None:
         """End everything; batches that are alive stay right."""
@@ -143,7 +150,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
         load_bytes = probe.load_bytes - held + (2 * plan.batch_bytes if program.mode is Mode.WHOLE else 0)
         kept = None if engine.cache is None else engine.cache.form
         crew.start(Setup(probe.spec, rows, plan.workers, max(0, growth), load_bytes, kept, held))
-        delivery = _delivery(options, program, plan, probe)
+        delivery = _delivery(options, program, plan, probe, engine.cache)
         if delivery is not None:
             plan = dataclasses.replace(plan, notes=(*plan.notes, *delivery.pin(engine.addresses())))
     except BaseException:
@@ -157,7 +164,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
     return Launched(options, engine, plan, program, layout, planner.cut(plan), delivery)
 
 
-def _delivery(options: Options, program: Program, plan: Plan, probe: Probe) -> Delivery | None:
+def _delivery(options: Options, program: Program, plan: Plan, probe: Probe, cache: Store | None) -> Delivery | None:
     """The buffers on the device, allocated."""
     if options.device is None:
         return None
@@ -170,6 +177,12 @@ def _delivery(options: Options, program: Program, plan: Plan, probe: Probe) -> D
     )
     if program.collate is None:
         delivery.reserve(probe.spec, plan.batch_size)
+    if isinstance(cache, DeviceStore):
+        try:
+            delivery.keep(cache, probe.spec, plan.batch_size)
+        except BaseException:
+            delivery.close()
+            raise
     return delivery
 
 
@@ -399,6 +412,7 @@ class _Planner:
             cache=self.keeping.takes_rest,
             worth=self.keeping.worth,
             index_bytes=self.keeping.index_bytes,
+            device_keeps=(options.each or 1) if self.keeping.kind == "device" else 0,
         )
         if options.asked is not None and crew is not None:
             from penstock._model import with_model

@@ -18,7 +18,7 @@ from penstock._core import machine
 from penstock._core.blocks import Blocks
 from penstock._core.budget import Size, parse_size
 from penstock._core.cache import Cache, sort_out_cache
-from penstock._core.device import Device, Door, door
+from penstock._core.device import Device, Door, Gathers, door
 from penstock._core.errors import shown
 from penstock._core.fit import Asked
 from penstock._core.items import Picker, Stream, sort_out
@@ -64,7 +64,7 @@ class Options:
     """What batches may take there, where no model shares it with them."""
     on_device: Cast
     """What is cast on the device."""
-    cache: Literal["ram"] | Cache | None
+    cache: Literal["ram", "device"] | Cache | None
     start_method: Literal["fork", "forkserver", "spawn"] | None
     device_memory: Size | None
     asked: Asked | None
@@ -121,6 +121,8 @@ class Options:
                 f"samples_per_item={samples_per_item} needs a load that gives so many: a source has one sample per row"
             )
         cast, on_device = split_cast(cast)
+        kept = sort_out_cache(cache)
+        way = door(to, casts=on_device is not None or kept == "device")
         for part in (cast, on_device):
             for dtype in part.values() if isinstance(part, Mapping) else () if part is None else (part,):
                 _check_dtype(dtype)
@@ -135,14 +137,15 @@ class Options:
                 "model needs to know the form of a batch beforehand, which a collate_fn decides each time: plan with "
                 'the largest sample, penstock.plan(sample, batch_size="max", model=...), and give the number it says'
             )
+        _check_casts(on_device, way.device)
         rank, world = _shard(shard)
         if isinstance(shuffle, Blocks):
             _check_blocks(shuffle, kind, batch_size, world)
         elif not isinstance(shuffle, bool | np.bool_):
             raise TypeError(f"shuffle={shuffle!r} must be True, False or penstock.Blocks(...)")
-        way = door(to, casts=on_device is not None)
-        kept = sort_out_cache(cache)
         _check_cache(kept, kind, collate_fn, samples_per_item, batch_size)
+        if kept == "device":
+            _check_device_cache(way.device, batch_size, device_memory if asked is None else 0)
         return cls(
             items=kind,
             load=load,
@@ -332,24 +335,55 @@ def _check_dtype(dtype: Any) -> None:
         raise TypeError(f"cast={dtype!r} is not a dtype that a batch can have: give 'float16' or 'bfloat16', say")
 
 
+def _check_casts(on_device: Any, device: Any) -> None:
+    refuses = getattr(device, "refuses", None)  # not every device knows
+    for dtype in on_device.values() if isinstance(on_device, Mapping) else () if on_device is None else (on_device,):
+        if refuses is not None and (why := refuses(to_dtype(dtype))) is not None:
+            raise ValueError(
+                f'OnDevice({dtype!r}): {device.name} cannot compute that ({why}): use "float16" or "float32"'
+            )
+
+
 def _check_cache(cache: Any, items: Any, collate: Any, each: int | None, batch_size: Any) -> None:
     if cache is not None and isinstance(items, Stream):
         raise TypeError(
             "cache needs items that can be found again, and those of a stream come once and have no number: give a "
             "sequence of items (list(stream), if that is finite), or leave cache out"
         )
-    if not isinstance(cache, Cache):
+    if cache is None or cache == "ram":
         return
+    where, why = repr(cache), ""
+    if isinstance(cache, Cache):
+        where, why = repr(os.fspath(cache.folder)), ", as rows of .npy files"
     if collate is not None or each is None:
         raise TypeError(
-            f"cache={os.fspath(cache.folder)!r} keeps samples of one shape, as rows of .npy files, and with "
+            f"cache={where} keeps samples of one shape{why}, and with "
             f"{'collate_fn' if collate is not None else 'samples_per_item=None'} samples may have any: use "
             'cache="ram", or make samples of one shape in load'
         )
     if each > 1 and (batch_size == "max" or batch_size % each):
         raise ValueError(
-            f"a cache on disk keeps items whole, so with samples_per_item={each} batch_size must be a multiple of "
+            f"cache={where} keeps items whole, so with samples_per_item={each} batch_size must be a multiple of "
             f'{each}, not {batch_size!r}: change it, or use cache="ram"'
+        )
+
+
+def _check_device_cache(device: Any, batch_size: Any, device_memory: Size | None) -> None:
+    if not isinstance(device, Gathers):
+        name = getattr(device, "name", device)
+        raise TypeError(
+            f'cache="device" needs a device that can put a batch together from samples that it keeps, and {name} '
+            'cannot: it has no method "gather" (see penstock.Gathers). Use cache="ram", or leave cache out'
+        )
+    if batch_size == "max":
+        raise ValueError(
+            'cache="device" keeps samples in what the batches leave of device_memory, and batch_size="max" leaves '
+            "nothing: give a number"
+        )
+    if device_memory is None:
+        raise ValueError(
+            'cache="device" needs device_memory: how much of the device buffers and kept samples may take together, '
+            'such as "2 GiB" or 0.5 of what is free there'
         )
 
 

@@ -51,6 +51,7 @@ THREAD_BYTES: Final = 256 * 2**10
 # size, as they are sure to, not this one.
 CACHE_LEAVES: Final = 8
 CACHE_LEAVES_VARYING: Final = 2
+INDEX_BYTES: Final = 8  # of a sample of a batch, to say where it is kept on the device
 PAGE_TABLE_SHARE: Final = 512  # every process that uses a page has eight bytes in its page tables for its 4096
 
 # A load that is faster than this is worth a worker only if a slot holds many: what goes to and fro for a slot costs as
@@ -81,6 +82,7 @@ KEPT_GROUP_S: Final = 20e-3  # where all samples are kept, so that it takes so l
 DEVICE_BUFFERS: Final = 2  # one that is computed on, one that is copied into
 # A loop lets go of a batch only after it got the next one: with a third the one after that is copied meanwhile.
 MOST_DEVICE_BUFFERS: Final = 3
+KEPT_FOR_BUFFER: Final = 8  # so many times a buffer's bytes have to be left for kept samples before there is a third
 MOST_ROWS: Final = 2**31 - 1  # so that a row's number fits 32 bits anywhere, and a search for the largest batch ends
 
 
@@ -165,6 +167,8 @@ class Request:
     """Samples in all that are worth keeping, if not as many as ``length``."""
     index_bytes: int = 0
     """What the cache has to remember of all items together, if there is room."""
+    device_keeps: int = 0
+    """Samples an item, where items are kept in what ``device_memory`` leaves; 0 where none are."""
     groups: bool = False
     """Small batches may share a slot."""
     most_slots: int | None = None
@@ -236,7 +240,11 @@ class Plan:
     model_parts: tuple[tuple[str, int], ...] = ()
     """The same by what it is: parameters, gradients, optimizer state, activations, ..."""
     device_total_bytes: int = 0
-    """Bytes on the device: the model's step and the batches beside it; never above ``device_memory``."""
+    """Bytes on the device: the model's step, batches and kept samples; never above ``device_memory``."""
+    device_samples: int = 0
+    """Samples that are kept on the device (``cache="device"``)."""
+    device_cache_bytes: int = 0
+    """Bytes of these there, and of the room that a batch needs beside them."""
 
     @property
     def free_bytes(self) -> int:
@@ -274,10 +282,11 @@ class Plan:
         if self.device_buffers and not self.model_bytes:
             of = "" if self.device_memory is None else f" of {format_bytes(self.device_memory)}"
             each = format_bytes(self.device_bytes // self.device_buffers)
-            device = [
-                f"on the device: {self.device_buffers} buffers of {each}, {format_bytes(self.device_bytes)}{of}",
-                "",
-            ]
+            said = f"on the device: {self.device_buffers} buffers of {each}, {format_bytes(self.device_bytes)}"
+            if self.device_cache_bytes:
+                kept = _count(self.device_samples, "kept sample")
+                said += f"; {kept}, {format_bytes(self.device_cache_bytes)}; {format_bytes(self.device_total_bytes)}"
+            device = [said + of, ""]
         head = f"{_count(self.batch_size, 'sample')} of {format_bytes(self.sample_bytes)} a batch"
         return "\n".join(
             [
@@ -302,6 +311,9 @@ def solve(request: Request, footprint: Footprint) -> Plan:
     costs = _Costs.of(request, footprint, rows)
     if costs.crowds_device():
         raise _too_large_for_device(request.device_memory or 0, costs)
+    kept = costs.kept_on_device()
+    if kept < request.device_keeps:
+        raise _keeps_nothing(costs)
     rung = next((rung for rung in _ladder(costs, wanted) if costs.total(*rung) <= request.memory), None)
     if rung is None:
         raise _does_not_fit(costs, wanted)
@@ -330,10 +342,12 @@ def solve(request: Request, footprint: Footprint) -> Plan:
         device_buffers=costs.buffers(),
         device_bytes=costs.buffers() * costs.device(),
         total_bytes=total + cache_bytes,
-        notes=tuple(_notes(costs, (wanted, why), rung, cached=cached)),
+        notes=(*_notes(costs, (wanted, why), rung, cached=cached), *_kept_note(request, kept)),
         model_bytes=0 if request.need is None else request.need.step.nbytes,
         model_parts=() if request.need is None else request.need.step.parts,
-        device_total_bytes=_device_total(costs),
+        device_total_bytes=_device_total(costs, kept),
+        device_samples=kept,
+        device_cache_bytes=costs.shelves(kept) if kept else 0,
     )
 
 
@@ -396,9 +410,40 @@ class _Costs:
             return 0
         if self.request.need is not None:
             return self.request.need.buffers
-        return (
-            MOST_DEVICE_BUFFERS if budget is None or MOST_DEVICE_BUFFERS * self.device() <= budget else DEVICE_BUFFERS
+        if budget is None or MOST_DEVICE_BUFFERS * self.device() > budget:
+            return MOST_DEVICE_BUFFERS if budget is None else DEVICE_BUFFERS
+        # A third one takes the place of kept samples: only where these are many more, or all there are.
+        room = budget - MOST_DEVICE_BUFFERS * self.device()
+        if self.request.device_keeps and self.device() > room // KEPT_FOR_BUFFER:
+            worth = self.worth()
+            return MOST_DEVICE_BUFFERS if worth is not None and self.shelves(worth) <= room else DEVICE_BUFFERS
+        return MOST_DEVICE_BUFFERS
+
+    def worth(self) -> int | None:
+        """Samples that are worth keeping, if that is known."""
+        return self.request.length if self.request.worth is None else self.request.worth
+
+    def shelves(self, samples: int) -> int:
+        """Bytes of kept samples on the device, of a batch that only comes by, and of the numbers of its samples."""
+        rows = samples + self.rows
+        return sum(aligned(row * rows) or LINE for row in self.footprint.leaf_row_bytes) + aligned(
+            INDEX_BYTES * self.rows
         )
+
+    def beside(self, buffers: int) -> int:
+        """Bytes on the device beside kept samples."""
+        need = self.request.need
+        return buffers * self.device() if need is None else need.step.with_batches(self.device(), need.buffers)
+
+    def kept_on_device(self) -> int:
+        """Samples of whole items that are kept there, in what the rest leaves."""
+        each, request = self.request.device_keeps, self.request
+        if not each:
+            return 0
+        room = (request.device_memory or 0) - self.beside(self.buffers())
+        worth = self.worth()
+        most = MOST_ROWS - self.rows if worth is None else min(worth, MOST_ROWS - self.rows)
+        return each * _last(lambda items: self.shelves(each * items) <= room, most // each)
 
     def load(self) -> int:
         """What whoever loads holds: one load, or where batches are collated whole, all samples and the result too."""
@@ -614,17 +659,27 @@ def _why_largest(costs: _Costs, workers: int) -> str:
     return "the largest that the budget allows"
 
 
-def _device_total(costs: _Costs) -> int:
-    need = costs.request.need
-    return 0 if need is None else need.step.with_batches(costs.device(), need.buffers)
+def _device_total(costs: _Costs, kept: int) -> int:
+    if costs.request.need is None and not kept:
+        return 0
+    return costs.beside(costs.buffers()) + (costs.shelves(kept) if kept else 0)
+
+
+def _kept_note(request: Request, kept: int) -> Iterator[str]:
+    if kept:
+        worth = request.length if request.worth is None else request.worth
+        of = "" if worth is None else f" of {worth:,}"
+        yield f"cache on the device: {_count(kept, 'sample')}{of}, in what the rest leaves there"
 
 
 def _device_table(plan: Plan) -> list[str]:
     """The parts of a model's step, and the batches beside it."""
     memory = plan.device_memory or plan.device_total_bytes
-    batches = plan.device_total_bytes - plan.model_bytes
+    batches = plan.device_total_bytes - plan.model_bytes - plan.device_cache_bytes
     rows = [("on the device", "bytes", "of budget")]
     parts = [*plan.model_parts, *([("batches", batches)] if batches else [])]
+    if plan.device_cache_bytes:
+        parts.append((_count(plan.device_samples, "kept sample"), plan.device_cache_bytes))
     sums = [("total", sum(size for _, size in parts)), ("left free", memory - plan.device_total_bytes)]
     rows += [(name, format_bytes(size), _share(size, memory)) for name, size in (*parts, *sums, ("budget", memory))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -673,10 +728,25 @@ def _fits(request: Request, footprint: Footprint) -> bool:
 def _too_large_for_device(device_memory: int, costs: _Costs) -> BudgetError:
     change = "smaller samples" if costs.rows == 1 else "a smaller batch_size, smaller samples"
     least = DEVICE_BUFFERS * costs.device()
+    if keeps := costs.request.device_keeps:
+        least += costs.shelves(keeps)
     return BudgetError(
         f"device_memory={_exact(device_memory)} is too small: a batch of {_count(costs.rows, 'sample')} takes "
         f"{_exact(costs.device())} there, and {DEVICE_BUFFERS} of them are needed, one to compute on and one to copy "
         f'into. Give device_memory={least}, {change} or cast="float16".',
+        least=least,
+    )
+
+
+def _keeps_nothing(costs: _Costs) -> BudgetError:
+    request = costs.request
+    fewest = costs.beside(DEVICE_BUFFERS)
+    least = fewest + costs.shelves(request.device_keeps)
+    what = f"{DEVICE_BUFFERS} batches" if request.need is None else "a step of the model and its batches"
+    return BudgetError(
+        f'device_memory={_exact(request.device_memory or 0)} has no room for cache="device": {what} take '
+        f"{_exact(fewest)} there, and keeping a single item {_exact(least - fewest)}, with the room that a batch needs "
+        f"beside it. Give device_memory={least} at least, a smaller batch_size, or leave cache out.",
         least=least,
     )
 

@@ -13,10 +13,11 @@ from typing import Final, Literal
 from penstock._core.arena import AnyArena
 from penstock._core.budget import format_bytes
 from penstock._core.cache import INDEX_BYTES, RANDOM, Cache, CacheWarning, RamStore, Store
+from penstock._core.cache_device import STATE_BYTES, DeviceStore
 from penstock._core.cache_disk import DiskStore
 from penstock._core.cache_heap import HEAP_INDEX_BYTES, HeapStore
 from penstock._core.cache_key import identify
-from penstock._core.errors import CacheError, PenstockError
+from penstock._core.errors import CacheError, PenstockError, SpecError
 from penstock._core.layout import Layout
 from penstock._core.options import Options
 from penstock._core.patience import users_level
@@ -34,7 +35,7 @@ _STATE_BYTES: Final = 2  # whether it is there, and whether it can be: what is r
 class Keeping:
     """How a feed keeps samples, if it does."""
 
-    kind: Literal["rows", "heap", "disk"] | None
+    kind: Literal["rows", "heap", "disk", "device"] | None
     note: str = ""
     index_bytes: int = 0
     worth: int | None = None
@@ -54,20 +55,23 @@ class Keeping:
             if schedule.length is None:
                 return cls(None, note)
         source = options.source
-        if source is not None and source.in_memory and options.load is None:
+        if source is not None and source.in_memory and options.load is None and options.cache != "device":
             return cls(None, "cache: not used, as all rows are in memory already")
         if probe.random:
             _warn(RANDOM)
             return cls(None, "cache: not used, as load is random (penstock.rng)")
-        if isinstance(options.cache, Cache):
+        # A rank sees the same items in every epoch, unless they are shuffled: then it sees all of them in the end.
+        worth = schedule.samples if not options.shuffle or options.each is None else schedule.length * options.each
+        if options.cache != "ram":
+            if program.mode is Mode.ROWS and options.cache == "device":
+                _check_leaves(options, probe)
+                return cls("device", "", schedule.length * STATE_BYTES, worth)
             if program.mode is Mode.ROWS:
                 return cls("disk", "", schedule.length * _STATE_BYTES)
             note = "cache: not used, as this feed goes on in the middle of an item; the next one will use it"
             _warn(note)
             return cls(None, note)
         width = INDEX_BYTES if program.mode is Mode.ROWS else HEAP_INDEX_BYTES
-        # A rank sees the same items in every epoch, unless they are shuffled: then it sees all of them in the end.
-        worth = schedule.samples if not options.shuffle or options.each is None else schedule.length * options.each
         return cls("rows" if program.mode is Mode.ROWS else "heap", "", schedule.length * width, worth)
 
     @property
@@ -77,11 +81,12 @@ class Keeping:
 
     def planned(self, plan: Plan) -> Plan:
         """The plan with what the cache takes in this process, and a word about it."""
-        if self.kind == "disk":
+        if self.kind in ("disk", "device"):
             index = self.index_bytes
             if index > plan.free_bytes:
+                items = index // (_STATE_BYTES if self.kind == "disk" else STATE_BYTES)
                 raise CacheError(
-                    f"a cache on disk has to remember {format_bytes(index)} for {index // _STATE_BYTES:,} items, and "
+                    f"a cache on {self.kind} has to remember {format_bytes(index)} for {items:,} items, and "
                     f"the budget of {format_bytes(plan.memory)} has {format_bytes(plan.free_bytes)} left: give more "
                     "memory, or items that hold several samples each"
                 )
@@ -102,6 +107,9 @@ class Keeping:
             for warning in disk.warnings:
                 _warn(warning)
             return lambda _: disk
+        if self.kind == "device":
+            device = DeviceStore(items=items, entries=plan.device_samples // each, each=each)
+            return lambda _: device
         cached = plan.held_samples - plan.slots * plan.batches_per_slot * plan.batch_size
         width = INDEX_BYTES if self.kind == "rows" else HEAP_INDEX_BYTES
         fits = self.worth is not None and cached >= self.worth
@@ -120,6 +128,19 @@ class Keeping:
                 return None
 
         return made
+
+
+def _check_leaves(options: Options, probe: Probe) -> None:
+    """SpecError if a part of a sample cannot lie on the device."""
+    device = options.device
+    assert device is not None
+    for leaf in probe.spec.leaves:
+        if leaf.kind != "array" or not device.takes(leaf.stored):
+            what = f"texts (a {leaf.kind})" if leaf.kind != "array" else f"{leaf.stored} numbers"
+            raise SpecError(
+                f'cache="device" keeps whole samples on {device.name}, and {leaf.path or "a sample"} is made of '
+                f'{what}, which stay on the host: leave that out of the sample, make numbers of it, or use cache="ram"'
+            )
 
 
 def _warn(text: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from penstock._core import machine
 from penstock._core.budget import Size, format_bytes, parse_size
-from penstock._core.errors import BudgetError, said, shown
+from penstock._core.errors import BudgetError, PenstockError, said, shown
 from penstock._core.fit import Asked, Need, Step, largest
 from penstock._core.plan import Footprint, Request, device_batch_bytes, solve
 from penstock._core.spec import Spec
@@ -145,7 +145,7 @@ def _who(asked: Asked, spec: Spec, most: int, budget: int) -> _Who:
     model, make = _resolved(asked.model)
     if not _is_module(model):
         return _running(asked, model, spec, most)
-    from penstock._model.traced import Tracer
+    from penstock._model.traced import Mismatch, Tracer
 
     kind = "a training step" if asked.train else "an inference step"
     given = {"optimizer": asked.optimizer, "loss": asked.loss, "train": asked.train, "batch": _batches(spec)}
@@ -160,9 +160,21 @@ def _who(asked: Asked, spec: Spec, most: int, budget: int) -> _Who:
         tracer.step(min(2, most))
     except Refused as error:
         raise error.__cause__ or error from None
+    except Mismatch as error:
+        raise PenstockError(
+            f"a step of the model would fail with these samples: {error}, which torch refuses. "
+            f"{_advice(spec, tracer.parameter_type)}"
+        ) from None
     except Exception as error:  # noqa: BLE001 - user code on tensors without data: what it raises has no limits
         why = f"{kind} could not be traced ({said(error).splitlines()[0][:160]})"
-        measured = measured_module(model, make, device=tracer.device, most=most, budget=budget, **given)
+        try:
+            measured = measured_module(model, make, device=tracer.device, most=most, budget=budget, **given)
+        except PenstockError as failed:
+            if type(failed) is PenstockError:
+                # An embedding is asked for rows by their numbers.
+                wanted = "int64" if "scalar types: Long" in str(failed) else tracer.parameter_type
+                raise PenstockError(f"{failed}. {_advice(spec, wanted)}") from failed.__cause__
+            raise
         return _Who(measured, lambda: _measured_note(why, measured.sizes), tracer.device)
 
     def note() -> str:
@@ -175,6 +187,25 @@ def _who(asked: Asked, spec: Spec, most: int, budget: int) -> _Who:
         )
 
     return _Who(tracer, note, tracer.device)
+
+
+def _advice(spec: Spec, wanted: str) -> str:
+    """What a sample is, and how the parts of it that are not what the parameters are become that."""
+    # A single integer is a label as a rule, and right as it is.
+    others = [
+        leaf
+        for leaf in spec.leaves
+        if wanted and leaf.kind == "array" and leaf.stored.name != wanted and (leaf.shape or leaf.stored.kind == "f")
+    ]
+    said = f"A sample is {spec}"
+    if not others:
+        return said
+    parts = {int(leaf.path) if leaf.path.isdigit() else leaf.path: wanted for leaf in others[:4]}
+    cast = repr(wanted) if "" in parts else repr(parts)
+    return (
+        f"{said}, and the model wants {wanted}: give cast={cast} (penstock.OnDevice({wanted!r}) in it is cast after "
+        "it has travelled) for what should be that too, or let the model cast"
+    )
 
 
 def _running(asked: Asked, step: Callable[..., Any], spec: Spec, most: int) -> _Who:

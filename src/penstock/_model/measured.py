@@ -93,7 +93,7 @@ def measured_module(
 
     def watched(rows: int, watch: Callable[[Callable[[], Any]], Any]) -> Any:
         # Made before: the plan counts the batches.
-        values = batch(rows, lambda shape, dtype: from_array(_noise(shape, dtype)).to(device))
+        values = batch(rows, lambda shape, dtype: _moved(from_array(_noise(shape, dtype)), device))
         with keeps_state(model):
             return _tried(rows, lambda: watch(lambda: run(values)))
 
@@ -133,6 +133,10 @@ def measured_step(step: Callable[..., Any], *, batch: Batch, leaf: Callable[[Any
     plain = {rows: nbytes for rows, nbytes in points.items() if nbytes >= PLAIN_BYTES}
     points = plain if len(plain) >= 2 else points
     return Measured(Line.through(points, margin=0), points)
+
+
+def _moved(leaf: Any, device: str) -> Any:
+    return leaf if isinstance(leaf, np.ndarray) else leaf.to(device)
 
 
 def _points(peak: Callable[[int], int], most: int, *, until: Callable[[dict[int, int]], bool]) -> dict[int, int]:

@@ -8,14 +8,17 @@ is ``workspace``'s business.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import logging
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +28,7 @@ from penstock._model.measured import Batch
 from penstock._model.torch_step import is_module, keeps_state, make_optimizer, run_steps, unwrapped
 from penstock._model.workspace import Call, Workspaces
 
-__all__ = ["Tracer", "built"]
+__all__ = ["Mismatch", "Tracer", "built"]
 
 # On top of activations and workspaces, for what kernels do that a trace cannot know. On the CPU nothing was found to
 # need it (tests/frameworks/test_model_plan.py); elsewhere it is for cuDNN and fragmentation, and never measured.
@@ -35,6 +38,28 @@ DEVICE_BLOCK: Final = 512  # CUDA's allocator gives whole blocks of this many by
 # cuBLAS takes 8 MiB on most GPUs and 32 on the newest, once, from the same allocator.
 DEVICE_FIXED_BYTES: Final = 32 * 2**20
 PARTS: Final = ("parameters", "gradients", "optimizer state", "activations", "workspace")
+
+
+_OPS: Final = torch.ops.aten
+# Kernels refuse to mix types here, and tensors without memory do not say so.
+_PRODUCTS: Final = {_OPS.mm.default: 0, _OPS.bmm.default: 0, _OPS.mv.default: 0, _OPS.dot.default: 0} | {
+    op.default: 1 for op in (_OPS.addmm, _OPS.baddbmm, _OPS.addmv, _OPS.addbmm)
+}
+_NORMS: Final = (_OPS.native_batch_norm.default, _OPS.native_layer_norm.default, _OPS.native_group_norm.default)
+
+
+class Mismatch(Exception):
+    """Types that no kernel takes together."""
+
+
+def check_types(func: Any, args: tuple[Any, ...]) -> None:
+    """Mismatch where an operation will fail on real tensors for the types of its arguments."""
+    if (first := _PRODUCTS.get(func)) is not None:
+        left, right = (str(tensor.dtype).removeprefix("torch.") for tensor in args[first : first + 2])
+        if left != right:
+            raise Mismatch(f"it multiplies {left} with {right}")
+    elif func in _NORMS and not args[0].is_floating_point():
+        raise Mismatch(f"it normalizes {str(args[0].dtype).removeprefix('torch.')}")
 
 
 class _Held:
@@ -69,6 +94,7 @@ class Meter(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to the typ
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         clock, live = self._clock, self._live
+        check_types(func, args)
         result = func(*args, **(kwargs or {}))
         if func is not torch.ops.prim.device.default:
             for leaf in torch.utils._pytree.tree_leaves(result):
@@ -167,6 +193,16 @@ class Tracer:
         self._told = False
 
     @property
+    def parameter_type(self) -> str:
+        """The type that most of its parameters have, such as "float32"; "" if it has none."""
+        sizes: dict[str, int] = {}
+        for parameter in self._model.parameters():
+            name = str(parameter.dtype).removeprefix("torch.")
+            lazy = isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin)
+            sizes[name] = sizes.get(name, 0) + (1 if lazy else parameter.numel())
+        return max(sizes, key=lambda name: sizes[name], default="")
+
+    @property
     def parameter_bytes(self) -> int:
         """Bytes of parameters and buffers, each counted once."""
         tensors = (*self._model.parameters(), *self._model.buffers())
@@ -176,7 +212,7 @@ class Tracer:
     def step(self, rows: int) -> Step:
         """What a step takes with a batch of ``rows`` samples."""
         meter = Meter(self._block, on_cpu=self._workspaces is not None)
-        with keeps_state(self._original), warnings.catch_warnings():
+        with keeps_state(self._original), warnings.catch_warnings(), _unlogged():
             warnings.simplefilter("ignore")  # of torch's about fake tensors, and of the model's, once more each trace
             resting = self._run(meter, rows)
         torch.clear_autocast_cache()  # it has casts of the copies, where the caller is under autocast
@@ -221,6 +257,8 @@ class Tracer:
             return meter.live  # the last output is gone, gradients and state are there
 
     def _leaf(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        if not hasattr(torch, dtype.name):  # it stays an array in a batch too
+            return np.zeros(shape, dtype)
         return torch.empty(shape, dtype=getattr(torch, dtype.name), device=self._place)
 
     def _bucket_bytes(self) -> int:
@@ -231,6 +269,17 @@ class Tracer:
         if model.gradient_as_bucket_view:
             return 0
         return sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Let torch not log what fails without memory: it is raised as well, and the user gets one error."""
+    logger = logging.getLogger(torch._subclasses.fake_tensor.__name__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def built(make: Any) -> Any:
