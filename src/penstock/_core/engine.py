@@ -438,8 +438,8 @@ class Engine:
         if held > self._most_held + self.plan.free_bytes // 2 and not self._excessive:
             self._excessive = True
             self._excess = (
-                f"the items of {len(self._begun())} batches take {format_bytes(held)} before they are loaded, much more "
-                f"than the first ones, and the budget of {format_bytes(self.plan.memory)} has no room for that: give "
+                f"the items of {len(self._begun())} batches take {format_bytes(held)} before they are loaded, much "
+                f"more than the first ones, and the budget of {format_bytes(self.plan.memory)} has no room for that: give "
                 "names of samples as items and let load read them, or a smaller batch_size"
             )
         return False
@@ -492,7 +492,7 @@ class Engine:
         if apart is not None and kept is not None:
             left = np.flatnonzero(kept < 0)
             indices = indices[left]
-        parts = [slice(0, count)] if here or not len(indices) else self._parts(indices, loaded)
+        parts = [slice(0, count)] if here or not len(indices) else self._parts(indices, loaded, unit.weight)
         if left is not None and isinstance(unit.items, Stretch):  # such items can only be had in a row
             parts = [run for part in parts for run in _runs(part, left)]
         idents = range(self._next_task, self._next_task + len(parts))
@@ -530,15 +530,15 @@ class Engine:
             self._by_task[ident] = (unit, chunk, loaded, part)
             self.crew.submit(task)
 
-    def _parts(self, indices: npt.NDArray[np.int64], loaded: int) -> Sequence[Part]:
+    def _parts(self, indices: npt.NDArray[np.int64], loaded: int, weight: int) -> Sequence[Part]:
         """Which of these items each task has: so many that follow each other, or those of a block."""
         if self._mixing is not None:
             by_block = np.argsort(indices)
             return np.split(by_block, self._mixing.cuts(indices[by_block]))
         count = len(indices)
         size = count if self.mode is not Mode.ROWS else self._rows_a_task(count, loaded)
-        if self.mode is Mode.ROWS and unit.weight > TASK_ITEM_BYTES:
-            size = min(size, count * TASK_ITEM_BYTES // unit.weight + 1)
+        if self.mode is Mode.ROWS and weight > TASK_ITEM_BYTES:
+            size = min(size, count * TASK_ITEM_BYTES // weight + 1)
         return [slice(start, start + size) for start in range(0, count, size)]
 
     def _chunk(self, tasks: Sequence[int]) -> Chunk:
