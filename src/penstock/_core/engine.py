@@ -439,8 +439,8 @@ class Engine:
             self._excessive = True
             self._excess = (
                 f"the items of {len(self._begun())} batches take {format_bytes(held)} before they are loaded, much "
-                f"more than the first ones, and the budget of {format_bytes(self.plan.memory)} has no room for that: give "
-                "names of samples as items and let load read them, or a smaller batch_size"
+                f"more than the first ones, and the budget of {format_bytes(self.plan.memory)} has no room for that: "
+                "give names of samples as items and let load read them, or a smaller batch_size"
             )
         return False
 
