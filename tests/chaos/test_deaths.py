@@ -902,3 +902,28 @@ def test_a_worker_stuck_in_c_is_ended_with_the_feed() -> None:
         for batch in feed:
             if batch[0, 0] >= 2000:
                 break
+
+
+# ---------------------------------------------------------------------------------------------------------- last words
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize(
+    ("leave", "words"),
+    [("sys.exit('no more')", "SystemExit: no more"), ("raise KeyboardInterrupt", "KeyboardInterrupt")],
+    ids=["exit", "interrupt"],
+)
+def test_a_load_that_leaves_is_quoted_and_prints_nothing(leave: str, words: str, method: str, tmp_path: Path) -> None:
+    """What sys.exit was given is the reason, and three tracebacks of workers would hide the one that matters."""
+    script = tmp_path / "leaves.py"
+    script.write_text(
+        "import sys\nfrom penstock import Feed\n"
+        f"def load(i):\n    if i == 5:\n        {leave}\n    return i\n"
+        "if __name__ == '__main__':\n"
+        f"    options = dict(batch_size=4, memory='256 MiB', num_workers=2, start_method={method!r})\n"
+        "    with Feed(range(40), load, **options) as feed:\n        for _ in feed:\n            pass\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert f"while loading 5, with exit code 1 ({words}): do that alone" in done.stderr

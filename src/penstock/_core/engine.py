@@ -69,6 +69,7 @@ TASK_S: Final = 1e-3
 # Items that take microseconds are much alike, and a task costs both sides, all in all, as much as dozens of them.
 QUICK_ITEM_S: Final = 20e-6
 QUICK_TASK_S: Final = 4e-3
+SKIPS_IN_A_ROW: Final = 100  # so many items one after the other that are left out mean that all will be
 TASK_ITEM_BYTES: Final = 2**20  # a task is made smaller where its items are large: they travel, and are held twice
 COPY_TASK_BYTES: Final = 4 * 2**20  # the same for samples that only have to be copied
 # Copying a batch of this size takes about as long as telling a worker to, and being told that it was done.
@@ -887,6 +888,15 @@ class Engine:
     def _warn_of_excess(self) -> None:
         said, self._excess = self._excess, None
         warnings.warn(str(said), BudgetWarning, stacklevel=users_level())
+
+
+def all_failed(count: int, item: Any, last: BaseException) -> LoadError:
+    """What the consumer gets when so many items that are to be left out failed one after the other."""
+    return LoadError(
+        f"the last {count} items all failed, so something is wrong with all of them; the last was {shown(item)}: "
+        f"{said(last)}",
+        item=item,
+    )
 
 
 def _end(body: Any) -> int:

@@ -11,7 +11,7 @@ import math
 import threading
 import warnings
 from collections import deque
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import optree
@@ -22,8 +22,8 @@ from penstock._core.bookmark import Bookmark
 from penstock._core.cache import CacheWarning
 from penstock._core.cache_device import Origin
 from penstock._core.delivery import Delivery
-from penstock._core.engine import Chunk, Engine, Unit, error_of
-from penstock._core.errors import LoadError, SpecError, said, shown
+from penstock._core.engine import SKIPS_IN_A_ROW, Chunk, Engine, Unit, all_failed, error_of
+from penstock._core.errors import LoadError, SpecError, said
 from penstock._core.fill import COLLATE_INDEX, recast
 from penstock._core.launch import Launched
 from penstock._core.patience import users_level
@@ -34,9 +34,6 @@ from penstock._core.stats import Stats
 from penstock._core.task import Mode
 
 __all__ = ["Epoch", "ResourceHeld"]
-
-# So many items in a row that are skipped mean that all will be.
-SKIPS_IN_A_ROW: Final = 100
 
 
 class ResourceHeld(UserWarning):
@@ -155,7 +152,9 @@ class Epoch:
             self._note_failures(unit, chunk)
             if engine.mode is Mode.WHOLE:
                 return self._collated(unit, chunk)
-            if engine.mode is Mode.ROWS and not chunk.failures and not len(self._assembler):
+            # What is left over at the end is not a batch where only full ones are wanted.
+            whole = not chunk.failures and not (launched.options.drop_last and chunk.rows % size)
+            if engine.mode is Mode.ROWS and whole and not len(self._assembler):
                 return self._rows(unit, chunk)
             self._put_by(unit, chunk)
         return self._assembled(size)
@@ -418,11 +417,7 @@ class Epoch:
         place.skips_in_a_row = 0 if alive else place.skips_in_a_row + len(chunk.failures)
         if place.skips_in_a_row >= SKIPS_IN_A_ROW:
             item, last = skipped[-1]
-            raise LoadError(
-                f"the last {place.skips_in_a_row} items all failed, so something is wrong with all of them; the last "
-                f"was {shown(item)}: {said(last)}",
-                item=item,
-            ) from last
+            raise all_failed(place.skips_in_a_row, item, last) from last
 
 
 @dataclasses.dataclass(slots=True)

@@ -71,7 +71,7 @@ def said(error: BaseException) -> str:
         return f"{type(error).__qualname__} (its message cannot be shown)"
     if len(text) > _SAID_CHARACTERS:
         text = f"{text[:_SAID_CHARACTERS]}... ({len(text):,} characters)"
-    return f"{type(error).__qualname__}: {printable(text)}"
+    return f"{type(error).__qualname__}: {printable(text)}" if text else type(error).__qualname__
 
 
 class PenstockError(Exception):

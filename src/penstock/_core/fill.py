@@ -7,6 +7,7 @@ with the traceback as text, because most frames cannot travel.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import sys
@@ -227,10 +228,11 @@ class Filler:
         spec = program.load.spec if isinstance(program.load, Into) else None
         packed = peak = 0
         random = False
+        failures: list[Failure] = []
         for ordinal, item in self._each(task):
             wall, cpu, gave_way = time.perf_counter(), time.process_time(), _gave_way()
             samples: list[Any] = []
-            self._attempt(partial(self._collect, samples, task, ordinal, item, 1), ordinal, item, [])
+            self._attempt(partial(self._collect, samples, task, ordinal, item, 1), ordinal, item, failures)
             if not samples:
                 continue
             sample = samples[0]
@@ -253,6 +255,8 @@ class Filler:
             if time.perf_counter() - began > PROBE_S:
                 break
             del sample, samples  # or the next load would seem to take this one too
+        if spec is None and failures:
+            raise Failed(dataclasses.replace(failures[-1], left_out=True))
         if spec is None:
             return None
         # The median: the first load may import things, and any may be interrupted.
@@ -292,12 +296,15 @@ class Filler:
         idle = gauge.idle_bytes()
         gauge.start()
         samples: list[Any] = []
+        failures: list[Failure] = []
         for _ in range(2):
             samples.clear()
             wall, cpu, gave_way = time.perf_counter(), time.process_time(), _gave_way()
             for ordinal, item in self._each(task):
-                self._attempt(partial(self._collect, samples, task, ordinal, item, 1), ordinal, item, [])
+                self._attempt(partial(self._collect, samples, task, ordinal, item, 1), ordinal, item, failures)
             wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+        if not samples and failures:
+            raise Failed(dataclasses.replace(failures[-1], left_out=True))
         if not samples:
             return None
         spec = Spec.of(samples[0])

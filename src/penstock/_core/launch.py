@@ -9,7 +9,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from penstock._core.crew import Crew, process_crew
 from penstock._core.crew.inline import InlineCrew
 from penstock._core.crew.threads import ThreadCrew
 from penstock._core.delivery import Delivery, arriving, device_dtypes, device_row_bytes
-from penstock._core.engine import Engine, Unit, error_of
+from penstock._core.engine import SKIPS_IN_A_ROW, Engine, Unit, all_failed, error_of
 from penstock._core.errors import BudgetError, PenstockError
 from penstock._core.fill import Failed
 from penstock._core.items import Picker, held_bytes
@@ -258,8 +258,11 @@ def _probe(options: Options, schedule: Schedule, crew: Crew, epoch: int, base: i
     batch = most if options.batch_size == "max" else min(most, options.batch_size)
     # Streams are not read ahead for this: what they gave cannot be put back into whatever makes them.
     start, size = 0, 1 if options.streams else batch
+    last: tuple[Any, BaseException] | None = None
     while True:
         indices, items = schedule.first(epoch, base, start=start, size=size)
+        if last is not None and (start >= SKIPS_IN_A_ROW or len(indices) == 0):
+            raise all_failed(start, *last) from last[1]
         if len(indices) == 0:
             raise PenstockError(
                 f"none of the {start} items gives a sample, so there is nothing to plan for: check what load yields"
@@ -270,7 +273,10 @@ def _probe(options: Options, schedule: Schedule, crew: Crew, epoch: int, base: i
             probe = crew.probe(Task(0, 0, 0, 0, 0, epoch, indices, items))
         except Failed as failed:
             unit = Unit(0, 0, indices, items, name=schedule.name)
-            raise error_of(failed.failure, unit) from failed.failure.error
+            error = error_of(failed.failure, unit)
+            if not failed.failure.left_out:
+                raise error from failed.failure.error
+            last, probe = (getattr(error, "item", None), failed.failure.error), None
         if probe is not None:
             return probe
         start, size = start + len(indices), 2 * size

@@ -16,7 +16,7 @@ import numpy as np
 import optree
 
 from penstock._core.cache import Form
-from penstock._core.errors import SpecError
+from penstock._core.errors import SpecError, shown
 from penstock._core.source import Reader
 from penstock._core.spec import NAMESPACE, Array, Cast, Spec, as_array, flatten
 from penstock._core.task import Mode
@@ -33,6 +33,8 @@ class Retry:
     wait_s: float = 0.05
 
     def __post_init__(self) -> None:
+        if isinstance(self.times, bool) or not isinstance(self.times, int):
+            raise TypeError(f"Retry({shown(self.times)}): give how often to try again, a whole number")
         if self.times < 1:
             raise ValueError(f"Retry({self.times}) would never try again: give 1 or more")
         if self.then not in ("raise", "skip"):

@@ -11,11 +11,13 @@ import os
 import signal
 from typing import Final
 
-__all__ = ["ASK", "Stacks", "users_part", "write_when_asked"]
+__all__ = ["ASK", "Stacks", "leave_words", "users_part", "write_when_asked"]
 
 # One that no program uses by accident; those below and SIGUSR1 are taken by debuggers and thread libraries.
 ASK: Final = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else 0
 ROOM_BYTES: Final = 1 << 16  # a hundred frames, which is where faulthandler stops, several times
+WORDS_BYTES: Final = 400
+_WORDS: Final = b"!"  # no line of a stack begins with it
 
 
 class Stacks:
@@ -33,6 +35,15 @@ class Stacks:
         lines = text.decode("utf-8", "backslashreplace").splitlines()
         return users_part([line for line in reversed(lines) if line.startswith("  File")])
 
+    def words(self, worker: int) -> str:
+        """What a worker said when it left of its own accord; "" if it said nothing."""
+        start = worker * ROOM_BYTES
+        data = os.pread(self.fd, WORDS_BYTES + 1, start)
+        if not data.startswith(_WORDS):
+            return ""
+        os.pwrite(self.fd, bytes(len(data)), start)
+        return data[1:].strip(b"\0").decode("utf-8", "backslashreplace")
+
     def close(self) -> None:
         """Forget them."""
         os.close(self.fd)
@@ -48,6 +59,12 @@ def write_when_asked(fd: int, worker: int) -> None:
         return
     os.lseek(mine, worker * ROOM_BYTES, os.SEEK_SET)
     faulthandler.register(ASK, file=mine, all_threads=False)
+
+
+def leave_words(fd: int, worker: int, text: str) -> None:
+    """Say why this process leaves, for whoever finds that it is gone."""
+    data = (_WORDS + text.encode("utf-8", "backslashreplace"))[: WORDS_BYTES + 1]
+    os.pwrite(fd, data.ljust(WORDS_BYTES + 1, b"\0"), worker * ROOM_BYTES)
 
 
 def users_part(frames: list[str]) -> str:

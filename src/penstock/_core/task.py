@@ -136,6 +136,8 @@ class Failure:
     """Texts of the rows before it that did not fit into their cells."""
     fresh: bool = False
     """It failed in a worker that had loaded nothing before."""
+    left_out: bool = False
+    """It is the last of all items of a probe, and on_error says to leave them out."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -254,16 +254,16 @@ def _make(
     pid = os.fork()
     if pid:
         return pid, _watched(pid)
-    code = 1
+    code, fds = 1, worker.Fds(birth["arena"], birth["stacks"])
     try:
         for fd in shut:
             os.close(fd)
         gc.enable()
-        fds = worker.Fds(birth["arena"], birth["stacks"])
         mine = Channel(socket.socket(fileno=own))  # held by a name until the end: with -W error a lost one is told
         worker.run(program, number, me, fds, tasks, replies, mine)
         code = 0
-    except SystemExit as leaving:
+    except (SystemExit, KeyboardInterrupt) as leaving:
+        worker.last_words(fds, number, leaving)
         code = worker.exit_code(leaving)
     except ConnectionError:
         pass  # the parent is gone: nobody is left to tell

@@ -5,6 +5,7 @@ Runs in the parent and in workers. A reply that says "done" is one struct and no
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import pickle
 import struct
@@ -182,4 +183,4 @@ def _portable(failure: Failure) -> Failure:
             return failure
     except Exception:  # noqa: BLE001 - the user's exception class decides what can go wrong here
         pass
-    return Failure(failure.ordinal, LoadError(said(failure.error)), failure.trace, fresh=failure.fresh)
+    return dataclasses.replace(failure, error=LoadError(said(failure.error)))

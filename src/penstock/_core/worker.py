@@ -24,12 +24,13 @@ import numpy as np
 from penstock._core import context, machine
 from penstock._core.arena import Arena
 from penstock._core.channel import Channel
+from penstock._core.errors import said
 from penstock._core.fill import Filler, Mark, failure_of
 from penstock._core.limit import RETIRED, Birth, Limit
 from penstock._core.order import mix
 from penstock._core.overdue import LOOKED, NOT_TIMED, RECORD, RECORD_BYTES
 from penstock._core.program import Program, Setup
-from penstock._core.stacks import write_when_asked
+from penstock._core.stacks import leave_words, write_when_asked
 from penstock._core.task import Failure, Grant, Reply, Status, Task
 from penstock._core.wire import decode_task, encode_reply, ident_of
 
@@ -250,8 +251,16 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def exit_code(leaving: SystemExit) -> int:
+def last_words(fds: Fds, worker: int, error: BaseException) -> None:
+    """Leave word why this process ends, where it is not our doing: ``sys.exit("why")``, KeyboardInterrupt."""
+    if not isinstance(error, SystemExit) or isinstance(error.code, str):
+        leave_words(fds.stacks, worker, said(error))
+
+
+def exit_code(leaving: SystemExit | KeyboardInterrupt) -> int:
     """The code with which Python would end."""
+    if isinstance(leaving, KeyboardInterrupt):
+        return 1
     return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
 
 
@@ -260,16 +269,17 @@ def born(birth: dict[str, Any]) -> None:
     die_with(birth["parent"])  # before anything of the user's is imported, which may take long
     sys.argv = birth["argv"]
     tasks, replies, own = (Channel(socket.socket(fileno=birth[key])) for key in ("tasks", "replies", "own"))
-    code = 1
+    code, fds = 1, Fds(birth["arena"], birth["stacks"])
     try:
         try:
             program = pickle.loads(birth["program"])
         except BaseException as error:  # noqa: BLE001 - the user gets to see it, a module that calls sys.exit() too
             replies.send(encode_reply(Reply(0, birth["worker"], Status.ABSENT, body=failure_of(error, 0, None))))
             return
-        run(program, birth["worker"], birth["parent"], Fds(birth["arena"], birth["stacks"]), tasks, replies, own)
+        run(program, birth["worker"], birth["parent"], fds, tasks, replies, own)
         code = 0
-    except SystemExit as leaving:
+    except (SystemExit, KeyboardInterrupt) as leaving:
+        last_words(fds, birth["worker"], leaving)
         code = exit_code(leaving)
     except ConnectionError:
         pass  # the parent is gone: nobody is left to tell

@@ -55,9 +55,10 @@ class Deaths:
                 for key in [key for key in counts if key[0] == task]:
                     del counts[key]
 
-    def of(self, task: Task, ordinal: int, code: int) -> Failure | None:
+    def of(self, task: Task, ordinal: int, code: int, words: str = "") -> Failure | None:
         """A worker died at this item of a task: the failure it is, or None if the task is to be done again.
 
+        ``words`` is what it said when it left, if it did.
         Where items may be skipped, one that killed too often is barred from the task.
         """
         if ordinal == Failure.TOGETHER:  # row by row, it will show which one it is
@@ -66,7 +67,7 @@ class Deaths:
         self._counts[task.id, ordinal] += 1
         if self._counts[task.id, ordinal] < DEATHS_AN_ITEM:
             return None
-        return self._end(task, ordinal, lost(task, ordinal, code, self._memory(code)), "")
+        return self._end(task, ordinal, lost(task, ordinal, code, words, self._memory(code)), "")
 
     def late(self, task: Task, ordinal: int, stack: str) -> Failure | None:
         """A worker was ended because this item took too long: the failure it is, or None if the task is done again."""
@@ -144,11 +145,12 @@ def _at(task: Task, ordinal: int) -> tuple[Any, str]:
     return item, f"loading {shown(item)}"
 
 
-def lost(task: Task, ordinal: int, code: int, memory: str) -> WorkerLost:
+def lost(task: Task, ordinal: int, code: int, words: str, memory: str) -> WorkerLost:
     """The error for an item that its workers died of; ``memory`` tells what the system did about memory meanwhile."""
     item, what = _at(task, ordinal)
+    how = f"{manner(code)} ({printable(words)})" if words else manner(code)
     return WorkerLost(
-        f"{DEATHS_AN_ITEM} workers died one after the other while {what}, with {manner(code)}{memory}: do that alone "
+        f"{DEATHS_AN_ITEM} workers died one after the other while {what}, with {how}{memory}: do that alone "
         'to see why, or leave such items out with on_error="skip"',
         item=item,
         exitcode=code,

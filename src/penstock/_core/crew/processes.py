@@ -489,7 +489,7 @@ class ProcessCrew:
             if task.id in self._given_up:
                 pass
             elif late is None:
-                failure = self._deaths.of(task, ordinal, code)
+                failure = self._deaths.of(task, ordinal, code, self._stacks.words(number))
             elif late == (held, ordinal):  # else it was done with that at the last moment, and is not to blame
                 failure = self._deaths.late(task, ordinal, self._stacks.read(number))
             self._again(task, failure)

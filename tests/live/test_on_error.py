@@ -1,0 +1,193 @@
+"""What becomes of an item that cannot be loaded: raise, skip, try again."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import Feed, LoadError, PenstockError, Retry, SpecError
+from tests.live.crews import each_crew, feed_of
+
+BAD = {3, 4, 17, 30, 31, 32, 39}
+
+
+def fails(i: int) -> Any:
+    if i in BAD:
+        raise ValueError(f"no sample {i}")
+    return np.full(3, i)
+
+
+class Unpicklable(Exception):
+    """Has something with it that cannot travel, and a constructor that cannot be called again."""
+
+    def __init__(self, i: int, name: str) -> None:
+        super().__init__(f"item {i} of {name}")
+        self.open = (j for j in range(i))
+
+
+def fails_oddly(i: int) -> Any:
+    if i == 5:
+        raise Unpicklable(i, "here")
+    return np.full(3, i)
+
+
+def first_values(feed: Feed, seen: list[int]) -> None:
+    """Add what comes to ``seen``, as far as it comes."""
+    for batch in feed:
+        seen += batch[:, 0].tolist()
+
+
+# --------------------------------------------------------------------------------------------------------------- raise
+
+
+@each_crew
+def test_raise_names_the_item_and_keeps_the_users_exception(crew: str) -> None:
+    """Batches before it come first; the traceback that is printed shows the line of the load, wherever that ran."""
+    seen: list[int] = []
+    with feed_of(crew, range(40), fails, batch_size=2) as feed, pytest.raises(LoadError) as caught:
+        first_values(feed, seen)
+    assert seen == [0, 1]
+    assert caught.value.item == 3
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert caught.value.__cause__.args == ("no sample 3",)
+    told = "".join(traceback.format_exception(caught.value))
+    assert 'raise ValueError(f"no sample {i}")' in told
+    assert "load failed for 3: ValueError: no sample 3" in told
+
+
+@each_crew
+def test_an_exception_that_cannot_travel_is_told_all_the_same(crew: str) -> None:
+    """Its words and where it was raised, at least."""
+    with feed_of(crew, range(40), fails_oddly) as feed, pytest.raises(LoadError, match="item 5 of here") as caught:
+        first_values(feed, [])
+    assert caught.value.item == 5
+    told = "".join(traceback.format_exception(caught.value))
+    assert 'raise Unpicklable(i, "here")' in told
+
+
+# ---------------------------------------------------------------------------------------------------------------- skip
+
+
+@each_crew
+@pytest.mark.parametrize("size", [1, 4, 7])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_skip_keeps_order_and_full_batches_whoever_loads(crew: str, size: int, drop_last: bool) -> None:
+    """Only the last batch may be short, and what was left out is on record in its order, with its error."""
+    good = [i for i in range(50) if i not in BAD]
+    with feed_of(crew, range(50), fails, batch_size=size, on_error="skip", drop_last=drop_last) as feed:
+        sizes, seen = [], []
+        for batch in feed:
+            sizes.append(len(batch))
+            seen += batch[:, 0].tolist()
+        end = len(good) - len(good) % size if drop_last else len(good)
+        assert seen == good[:end]
+        assert set(sizes[:-1]) <= {size}
+        assert [item for item, _ in feed.stats.skipped] == sorted(BAD)
+        assert all(isinstance(error, ValueError) for _, error in feed.stats.skipped)
+        assert str(feed.stats.skipped[0][1]) == "no sample 3"
+
+
+@each_crew
+def test_skip_ends_with_the_users_error_when_everything_fails(crew: str) -> None:
+    """From the first item on, or from the middle: after a hundred in a row, not after all of them."""
+
+    def never(i: int) -> Any:
+        raise OSError(f"gone: {i}")
+
+    def soon(i: int) -> Any:
+        if i >= 40:
+            raise OSError(f"gone: {i}")
+        return np.full(3, i)
+
+    for load, first in ((never, 0), (soon, 40)):
+        with (
+            feed_of(crew, range(5000), load, on_error="skip") as feed,
+            pytest.raises(LoadError, match=r"the last \d+ items all failed.*OSError: gone: \d+") as caught,
+        ):
+            first_values(feed, [])
+        assert isinstance(caught.value.__cause__, OSError)
+        assert first + 99 <= caught.value.item < first + 600
+
+
+@each_crew
+def test_skip_says_why_when_there_are_few_items_and_all_fail(crew: str) -> None:
+    """Fewer than a hundred: the end of the items is as good a reason."""
+    with (
+        feed_of(crew, [3, 4, 17], fails, on_error="skip") as feed,
+        pytest.raises(LoadError, match=r"the last 3 items all failed.*the last was 17: ValueError: no sample 17"),
+    ):
+        first_values(feed, [])
+
+
+@each_crew
+def test_a_sample_of_another_form_is_never_skipped_silently_into_a_batch(crew: str) -> None:
+    """It is an error like any other: raised by default, left out if asked for."""
+
+    def load(i: int) -> Any:
+        return np.zeros(4 if i == 9 else 3)
+
+    with feed_of(crew, range(20), load) as feed, pytest.raises(SpecError, match="9"):
+        first_values(feed, [])
+    with feed_of(crew, range(20), load, on_error="skip") as feed:
+        assert sum(len(batch) for batch in feed) == 19
+        assert [item for item, _ in feed.stats.skipped] == [9]
+
+
+# --------------------------------------------------------------------------------------------------------------- retry
+
+
+@each_crew
+@pytest.mark.parametrize("then", ["raise", "skip"])
+def test_retry_tries_as_often_as_it_says(crew: str, then: Any, tmp_path: Path) -> None:
+    """An item that comes the third time is there; one that never does is raised or left out, with its last error."""
+
+    def load(i: int) -> Any:
+        with (tmp_path / "tries").open("a") as file:
+            file.write(f"{i}\n")
+        tried = (tmp_path / "tries").read_text().split().count(str(i))
+        if i == 21 or (i == 13 and tried < 3):
+            raise TimeoutError(f"try {tried} of {i}")
+        return np.full(3, i)
+
+    retry = Retry(2, then=then, wait_s=0.001)
+    with feed_of(crew, range(30), load, on_error=retry) as feed:
+        seen: list[int] = []
+        if then == "raise":
+            with pytest.raises(LoadError) as caught:
+                first_values(feed, seen)
+            assert (caught.value.item, str(caught.value.__cause__)) == (21, "try 3 of 21")
+            assert seen == list(range(20))
+        else:
+            first_values(feed, seen)
+            assert seen == [i for i in range(30) if i != 21]
+            assert [(item, str(error)) for item, error in feed.stats.skipped] == [(21, "try 3 of 21")]
+    tries = Counter((tmp_path / "tries").read_text().split())
+    assert (tries["13"], tries["21"]) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "kind", "words"),
+    [
+        (("x",), {}, TypeError, "whole number"),
+        ((True,), {}, TypeError, "whole number"),
+        ((0,), {}, ValueError, "would never try again"),
+        ((2,), {"then": "ignore"}, ValueError, '"raise" or "skip"'),
+    ],
+)
+def test_a_retry_that_makes_no_sense_is_refused_at_once(arguments: Any, keywords: Any, kind: Any, words: str) -> None:
+    """Where it is written, not where the first item fails."""
+    with pytest.raises(kind, match=words):
+        Retry(*arguments, **keywords)
+
+
+def test_an_unknown_way_is_refused_at_once() -> None:
+    """With the ways that there are."""
+    with pytest.raises((TypeError, ValueError), match='"raise", "skip"'):
+        Feed(range(3), fails, batch_size=2, on_error="ignore")  # type: ignore[arg-type]
+    with pytest.raises(PenstockError), feed_of("inline", [], fails) as feed:
+        feed.plan  # noqa: B018 - nothing to plan for
