@@ -136,6 +136,7 @@ CLAIMS: Final[tuple[Claim, ...]] = (
     _ratio("images", "penstock", "torch", 1.3),
     _best("images", "penstock", 1.1, but=_TORCH),
     _ratio("images", "penstock", "share", 0.95),
+    _ratio("images", "penstock", "share", 0.93),
     _ratio("images", "penstock-cache", "preloaded", 0.8),
     Claim("images", "penstock-half", 1.1, "later"),
     _ratio("rows", "penstock", "torch", 15.0),

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from penstock._bench import watch
@@ -108,8 +108,10 @@ def _open_penstock_unheld(job: Job) -> Running:
     return _open_penstock(job)
 
 
-def _ours(name: str, title: str, **how: Any) -> Contender:
-    return Contender(name, title, functools.partial(_open_penstock, **how), "process", ours=True)
+def _ours(name: str, title: str, open_: Callable[[Job], Running] | None = None, **how: Any) -> Contender:
+    # The feed is imported when it is first used; who imports torch has imported its loader, too.
+    needs = ("penstock._core.feed",)
+    return Contender(name, title, open_ or functools.partial(_open_penstock, **how), "process", needs, ours=True)
 
 
 CONTENDERS: Final = {
@@ -128,11 +130,11 @@ CONTENDERS: Final = {
         _ours("penstock-load-auto", "Penstock, num_workers=None, rows made", loaded=True, crew="auto"),
         _ours("penstock-load-0", "Penstock, num_workers=0, rows made", loaded=True, crew="0"),
         _ours("penstock-load-thread", "Penstock, rows made into samples by threads", loaded=True, crew="thread"),
-        Contender("penstock-blocks", "Penstock, shuffled in blocks", _open_penstock_blocks, "process", ours=True),
+        _ours("penstock-blocks", "Penstock, shuffled in blocks", _open_penstock_blocks),
         _ours("penstock-cache", "Penstock, samples kept in memory", cache="ram"),
-        Contender("penstock-half", "Penstock, memory for half of them", _open_penstock_half, "process", ours=True),
-        Contender("penstock-unheld", "Penstock, its budget not enforced", _open_penstock_unheld, "process", ours=True),
-        Contender("penstock-tinyloader", "tinyloader's interface on Penstock", through_penstock, "process", ours=True),
+        _ours("penstock-half", "Penstock, memory for half of them", _open_penstock_half),
+        _ours("penstock-unheld", "Penstock, its budget not enforced", _open_penstock_unheld),
+        _ours("penstock-tinyloader", "tinyloader's interface on Penstock", through_penstock),
         *PEERS,
     )
 }

@@ -165,6 +165,11 @@ def _machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _environment() -> dict[str, str]:
+    """Ours, but compiled modules are kept: else every process that a contender starts would compile its imports."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def _tell_where(process: subprocess.Popen[bytes]) -> None:
     """Have a hanging trial write its stacks, then end it."""
     if hasattr(signal, "SIGUSR1"):
@@ -195,7 +200,7 @@ def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float) -> O
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock._bench.trial"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0,
-            start_new_session=True,
+            start_new_session=True, env=_environment(),
         )  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
         base = peak = None

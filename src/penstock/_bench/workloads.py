@@ -313,9 +313,11 @@ class _RowCheck:
     def touch(self, batch: Any) -> None:
         x, y = (np.asarray(leaf) for leaf in batch)
         here = slice(self._count, self._count + len(y))
+        self._count = here.stop
+        if here.stop > len(self._ids):
+            return  # more than there can be: finish() says so
         self._ids[here] = y
         self._firsts[here] = x.reshape(len(x), -1)[:, 0]
-        self._count = here.stop
 
     def verify(self, batch: Any) -> None:
         self.touch(batch)
@@ -328,7 +330,7 @@ class _RowCheck:
     def finish(self) -> None:
         rows = len(self._truth)
         epochs, rest = divmod(self._count, rows)
-        if rest:
+        if rest or self._count > len(self._ids):
             raise WrongContent(f"{self._count} samples came; that is not a whole number of epochs of {rows}")
         for epoch, ids in enumerate(self._ids[: self._count].reshape(epochs, rows)):
             if self._shuffled and np.array_equal(ids, np.arange(rows)) and rows > 64:
