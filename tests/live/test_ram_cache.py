@@ -402,7 +402,7 @@ def test_a_stream_cannot_be_kept() -> None:
 
 @pytest.mark.parametrize("wrong", [True, 3, "", b"folder"])
 def test_what_a_cache_can_be_is_said(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r'give "ram", a folder, or penstock\.Cache'):
+    with pytest.raises(TypeError, match=r'give "ram", "device", a folder, or penstock\.Cache'):
         Feed(range(3), lambda i: i, cache=wrong)
 
 

@@ -409,6 +409,7 @@ kept_leaves = st.lists(st.one_of(st.integers(0, 200), st.integers(1, MiB(1))), m
     kept_leaves, st.integers(1, 600), st.integers(1, 5), st.one_of(st.none(), st.integers(0, 10**6)),
     st.integers(0, GiB(1)), st.integers(0, MiB(1)),
 )  # fmt: skip
+@example(leaf_bytes=[0], rows=12, each=5, items=None, spare=0, more=0)
 def test_what_is_kept_on_the_device_and_the_buffers_stay_inside_its_budget(
     leaf_bytes: list[int], rows: int, each: int, items: int | None, spare: int, more: int
 ) -> None:

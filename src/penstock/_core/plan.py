@@ -413,8 +413,8 @@ class _Costs:
         if budget is None or MOST_DEVICE_BUFFERS * self.device() > budget:
             return MOST_DEVICE_BUFFERS if budget is None else DEVICE_BUFFERS
         # A third one takes the place of kept samples: only where these are many more, or all there are.
-        room = budget - MOST_DEVICE_BUFFERS * self.device()
-        if self.request.device_keeps and self.device() > room // KEPT_FOR_BUFFER:
+        room, keeps = budget - MOST_DEVICE_BUFFERS * self.device(), self.request.device_keeps
+        if keeps and KEPT_FOR_BUFFER * self.device() > room - self.shelves(keeps):
             worth = self.worth()
             return MOST_DEVICE_BUFFERS if worth is not None and self.shelves(worth) <= room else DEVICE_BUFFERS
         return MOST_DEVICE_BUFFERS
