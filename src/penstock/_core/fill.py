@@ -572,17 +572,24 @@ class Filler:
         assert self._layout is not None
         leaves = self._layout.spec.leaves
         count = len(task.indices)
-        left = [o for o in range(task.first, count) if o not in self._passed and o not in task.barred]
-        rows = np.arange(task.start, task.start + count) if task.places is None else task.places
-        if left and not task.barred and not getattr(reader, "single", False):
+        together = not task.barred and not getattr(reader, "single", False)
+        if together and task.places is None and not task.first and not self._passed:
             self.beat(Failure.TOGETHER)
             try:
-                if task.places is None and len(left) == count:
-                    out = [column[task.start : task.start + count] for column in columns]
-                    reader.read_into(_where(task, left), out, leaves)
-                else:
-                    left.sort(key=task.indices.__getitem__)
-                    _scatter(reader, _where(task, left), columns, rows[left], leaves)
+                out = [column[task.start : task.start + count] for column in columns]
+                reader.read_into(_where(task, range(count)), out, leaves)
+                return
+            except Room:
+                raise
+            except Exception:  # noqa: BLE001 - it comes again below, where it is known which row it belongs to
+                together = False
+        left = [o for o in range(task.first, count) if o not in self._passed and o not in task.barred]
+        rows = np.arange(task.start, task.start + count) if task.places is None else task.places
+        if left and together:
+            self.beat(Failure.TOGETHER)
+            try:
+                left.sort(key=task.indices.__getitem__)
+                _scatter(reader, _where(task, left), columns, rows[left], leaves)
                 return
             except Room:
                 raise

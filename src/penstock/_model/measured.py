@@ -37,7 +37,7 @@ SEEN: Final = 0.25
 # A process is measured in pages, and what it had free before hides what it takes: so on until growth is plain to see.
 PLAIN_BYTES: Final = 32 * 2**20
 MOST_ROWS: Final = 4096
-MOST_S: Final = 5.0
+MOST_S: Final = 20.0  # a machine that is busy takes several times as long, and small batches tell little
 
 
 class Measured:
