@@ -64,7 +64,7 @@ def load_80k(i: int) -> Any:
 
 def growing(count: int, *, small: int, large: int) -> Iterator[bytes]:
     for i in range(count):
-        yield bytes(10 if i < small else large)
+        yield b"x" * (10 if i < small else large)  # not zeros: pages that nobody wrote to are not there
 
 
 def big_files(folder: Path) -> list[str]:
