@@ -70,6 +70,24 @@ def test_an_exception_that_cannot_travel_is_told_all_the_same(crew: str) -> None
     assert 'raise Unpicklable(i, "here")' in told
 
 
+@each_crew
+@pytest.mark.parametrize("collate_fn", [None, "list"])
+def test_only_the_failed_item_of_a_one_time_stream_is_gone(crew: str, collate_fn: Any) -> None:
+    """Nobody can ask for the others again: they come when the feed is iterated further."""
+    seen: list[int] = []
+    told: list[int] = []
+    with feed_of(crew, iter(range(40)), fails, collate_fn=collate_fn) as feed:
+        while len(told) <= len(BAD):
+            try:
+                for batch in feed:
+                    seen += [int(sample[0]) for sample in batch]
+                break
+            except LoadError as error:
+                told.append(error.item)
+    assert seen == [i for i in range(40) if i not in BAD]
+    assert told == sorted(BAD)
+
+
 # ---------------------------------------------------------------------------------------------------------------- skip
 
 

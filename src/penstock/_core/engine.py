@@ -720,7 +720,10 @@ class Engine:
                 return None
             self._units.popleft()
             if unit.failure is not None:
-                self._last = None  # it is told, and not to be tried again
+                # It is told, and not to be tried again; what else is in its unit may be, if nobody else has it.
+                self._last = (
+                    _without(unit, unit.failure.ordinal) if unit.weight and self.mode is not Mode.FLOW else None
+                )
                 self._drop(unit)
                 raise error_of(unit.failure, unit, self.plan, spare_bytes=self._spare)
         return None
@@ -897,6 +900,14 @@ def all_failed(count: int, item: Any, last: BaseException) -> LoadError:
         f"{said(last)}",
         item=item,
     )
+
+
+def _without(unit: Unit, ordinal: int) -> Unit | None:
+    """The unit as if one of its items had never been there."""
+    if ordinal < 0 or unit.items is None:
+        return None
+    items = [*unit.items[:ordinal], *unit.items[ordinal + 1 :]]
+    return Unit(unit.epoch, unit.start, unit.indices[: len(items)], items, weight=unit.weight)
 
 
 def _end(body: Any) -> int:
