@@ -616,6 +616,8 @@ class Engine:
 
     def _answer_requests(self) -> None:
         """Give room to workers that wait for it: to the unit that is handed out next before all others."""
+        if not self._requests:
+            return
         places = {id(unit): place for place, unit in enumerate(self._units)}
         self._requests = deque(sorted(self._requests, key=lambda r: places.get(id(self._by_task[r.task][0]), -1)))
         for _ in range(len(self._requests)):
