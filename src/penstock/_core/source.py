@@ -22,6 +22,7 @@ import itertools
 import math
 import mmap
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -37,6 +38,8 @@ __all__ = ["Arrays", "Reader", "Row", "Scatters", "Source", "Unread", "arrays", 
 
 Indices = npt.NDArray[np.int64]
 
+AHEAD_BYTES: Final = 256 * 2**10  # less than that is read in one go anyway
+WARM_BYTES_A_S: Final = 3e9  # no disk is that fast, and hardly a page cache that slow
 MOST_PIECES: Final = 1024  # the kernel's limit for one read
 
 
@@ -128,6 +131,31 @@ class _InMemory:
             np.take(self.array, indices, axis=0, out=out, mode="clip")
 
 
+class _Ahead:
+    """Tells the kernel what will be read, all of it before the first, so that a disk has much to do at once.
+
+    Where everything is in the page cache that would be for nothing, and not free: the last reads show which it is.
+    """
+
+    def __init__(self) -> None:
+        self._cold = True
+        self._asked = 0
+        self._began_s = 0.0
+
+    def ask(self, fd: int, pieces: list[tuple[int, int]]) -> None:
+        """So many bytes from there on, each; then they are read."""
+        self._asked = sum(size for _, size in pieces)
+        self._began_s = time.perf_counter()
+        if self._cold and self._asked >= AHEAD_BYTES and hasattr(os, "posix_fadvise"):
+            for where, size in pieces:
+                os.posix_fadvise(fd, where, size, os.POSIX_FADV_WILLNEED)
+
+    def came(self) -> None:
+        """They are here."""
+        if self._asked >= AHEAD_BYTES:
+            self._cold = self._asked < WARM_BYTES_A_S * (time.perf_counter() - self._began_s)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _InFile:
     """Rows of an array in a file, read with pread.
@@ -158,7 +186,9 @@ class _InFile:
         fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
             cuts = np.flatnonzero(np.diff(indices) != 1) + 1
-            for run in np.split(np.arange(len(indices)), cuts):
+            runs = np.split(np.arange(len(indices)), cuts)
+            ahead.ask(fd, [(self.offset + int(indices[run[0]]) * self.stride, len(run) * row_bytes) for run in runs])
+            for run in runs:
                 for at in range(0, len(run), MOST_PIECES):
                     part = run[at : at + MOST_PIECES]
                     starts = (places[part] * row_bytes).tolist()
@@ -166,6 +196,7 @@ class _InFile:
                     _read_pieces(fd, [view[start : start + row_bytes] for start in starts], where, self.path)
                     if self.larger_than_ram:  # or it would push out what others need, for nothing
                         os.posix_fadvise(fd, where, len(part) * row_bytes, os.POSIX_FADV_DONTNEED)
+            ahead.came()
         finally:
             os.close(fd)
         if not self.dtype.isnative:
@@ -180,11 +211,14 @@ class _InFile:
         try:
             dense = self.stride == row_bytes
             cuts = np.flatnonzero(np.diff(indices) != 1) + 1 if dense else np.arange(1, len(indices))
-            start = 0
-            for stop in (*cuts.tolist(), len(indices)):
-                where = self.offset + int(indices[start]) * self.stride
+            ends = [*cuts.tolist(), len(indices)]
+            starts = [0, *ends[:-1]]
+            wheres = (self.offset + indices[starts] * self.stride).tolist()
+            pieces = list(zip(starts, ends, wheres, strict=True))
+            ahead.ask(fd, [(where, (stop - start) * row_bytes) for start, stop, where in pieces])
+            for start, stop, where in pieces:
                 read_exactly(fd, view[start * row_bytes : stop * row_bytes], where, self.path)
-                start = stop
+            ahead.came()
         finally:
             os.close(fd)
         if not self.dtype.isnative:
@@ -262,6 +296,9 @@ class _InShards:
         for start, stop in itertools.pairwise(cuts):
             number = int(numbers[start])
             self.files[number].scatter(indices[start:stop] - self.starts[number], out, places[start:stop])
+
+
+ahead: Final = _Ahead()
 
 
 def _header(path: str) -> tuple[_InFile, int]:
