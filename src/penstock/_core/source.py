@@ -139,21 +139,18 @@ class _Ahead:
 
     def __init__(self) -> None:
         self._cold = True
-        self._asked = 0
+        self._size = 0
         self._began_s = 0.0
 
-    def ask(self, fd: int, pieces: list[tuple[int, int]]) -> None:
-        """So many bytes from there on, each; then they are read."""
-        self._asked = sum(size for _, size in pieces)
-        self._began_s = time.perf_counter()
-        if self._cold and self._asked >= AHEAD_BYTES and hasattr(os, "posix_fadvise"):
-            for where, size in pieces:
-                os.posix_fadvise(fd, where, size, os.POSIX_FADV_WILLNEED)
+    def begin(self, size: int) -> bool:
+        """So many bytes are going to be read: whether it is worth while to tell."""
+        self._size, self._began_s = size, time.perf_counter()
+        return self._cold and size >= AHEAD_BYTES and hasattr(os, "posix_fadvise")
 
-    def came(self) -> None:
+    def end(self) -> None:
         """They are here."""
-        if self._asked >= AHEAD_BYTES:
-            self._cold = self._asked < WARM_BYTES_A_S * (time.perf_counter() - self._began_s)
+        if self._size >= AHEAD_BYTES:
+            self._cold = self._size < WARM_BYTES_A_S * (time.perf_counter() - self._began_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,6 +169,17 @@ class _InFile:
     larger_than_ram: bool = False
     """Whether it will have left the page cache before it is read again anyway."""
 
+    def tell(self, indices: Indices) -> None:
+        """Have the kernel begin to read these rows, which are sorted, and do not wait for it."""
+        cuts = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
+        fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            for start, stop in itertools.pairwise(cuts):
+                where = self.offset + int(indices[start]) * self.stride
+                os.posix_fadvise(fd, where, (stop - start) * self.stride, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
+
     def scatter(self, indices: Indices, out: Array, places: Indices) -> None:
         """Rows that lie beside each other to places that do not: the kernel puts each where it belongs."""
         row_bytes = out[0].nbytes
@@ -187,7 +195,6 @@ class _InFile:
         try:
             cuts = np.flatnonzero(np.diff(indices) != 1) + 1
             runs = np.split(np.arange(len(indices)), cuts)
-            ahead.ask(fd, [(self.offset + int(indices[run[0]]) * self.stride, len(run) * row_bytes) for run in runs])
             for run in runs:
                 for at in range(0, len(run), MOST_PIECES):
                     part = run[at : at + MOST_PIECES]
@@ -196,7 +203,6 @@ class _InFile:
                     _read_pieces(fd, [view[start : start + row_bytes] for start in starts], where, self.path)
                     if self.larger_than_ram:  # or it would push out what others need, for nothing
                         os.posix_fadvise(fd, where, len(part) * row_bytes, os.POSIX_FADV_DONTNEED)
-            ahead.came()
         finally:
             os.close(fd)
         if not self.dtype.isnative:
@@ -215,10 +221,8 @@ class _InFile:
             starts = [0, *ends[:-1]]
             wheres = (self.offset + indices[starts] * self.stride).tolist()
             pieces = list(zip(starts, ends, wheres, strict=True))
-            ahead.ask(fd, [(where, (stop - start) * row_bytes) for start, stop, where in pieces])
             for start, stop, where in pieces:
                 read_exactly(fd, view[start * row_bytes : stop * row_bytes], where, self.path)
-            ahead.came()
         finally:
             os.close(fd)
         if not self.dtype.isnative:
@@ -269,6 +273,13 @@ class _InShards:
         file = int(self.starts.searchsorted(index, "right")) - 1
         return Row(self.files[file].path, index - int(self.starts[file]))
 
+    def tell(self, indices: Indices) -> None:
+        numbers = self.starts.searchsorted(indices, "right") - 1
+        cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(indices)]
+        for start, stop in itertools.pairwise(cuts):
+            number = int(numbers[start])
+            self.files[number].tell(indices[start:stop] - self.starts[number])
+
     def rows(self, indices: Indices, out: Array) -> None:
         numbers = self.starts.searchsorted(indices, "right") - 1
         if numbers[0] == numbers[-1] and (numbers == numbers[0]).all():
@@ -298,7 +309,17 @@ class _InShards:
             self.files[number].scatter(indices[start:stop] - self.starts[number], out, places[start:stop])
 
 
-ahead: Final = _Ahead()
+_ahead: Final = _Ahead()
+
+
+def _rows(part: _InMemory | _InFile | _InShards, indices: Indices, out: Array) -> None:
+    if isinstance(part, _InMemory):
+        part.rows(indices, out)
+        return
+    if _ahead.begin(out.nbytes):
+        part.tell(np.sort(indices))
+    part.rows(indices, out)
+    _ahead.end()
 
 
 def _header(path: str) -> tuple[_InFile, int]:
@@ -374,20 +395,21 @@ class _ArrayReader:
 
     def read_into(self, indices: Indices, out: Sequence[Array], leaves: Sequence[Leaf]) -> None:
         for part, rows, leaf in zip(self.parts, out, leaves, strict=True):
-            if leaf.dtype == leaf.stored:
-                part.rows(indices, rows)
-            else:
-                wide = np.empty((len(indices), *leaf.shape), leaf.dtype)
-                part.rows(indices, wide)
+            wide = rows if leaf.dtype == leaf.stored else np.empty((len(indices), *leaf.shape), leaf.dtype)
+            _rows(part, indices, wide)
+            if wide is not rows:
                 store(rows, wide, leaf, _called(indices))
 
     def scatter(self, indices: Indices, columns: Sequence[Array], places: Indices, leaves: Sequence[Leaf]) -> None:
         for part, column, leaf in zip(self.parts, columns, leaves, strict=True):
             if isinstance(part, _InFile | _InShards) and leaf.dtype == leaf.stored:
+                if _ahead.begin(len(indices) * column[0].nbytes):
+                    part.tell(indices)
                 part.scatter(indices, column, places)
+                _ahead.end()
             else:
                 rows = np.empty((len(indices), *leaf.shape), leaf.dtype)
-                part.rows(indices, rows)
+                _rows(part, indices, rows)
                 if leaf.dtype == leaf.stored:
                     column[places] = rows
                 else:
@@ -399,7 +421,7 @@ class _ArrayReader:
         columns = []
         for part, shape, dtype in zip(self.parts, self.shapes, self.dtypes, strict=True):
             column = np.empty((len(indices), *shape), dtype)
-            part.rows(indices, column)
+            _rows(part, indices, column)
             columns.append(column)
         return [optree.tree_unflatten(self.tree, [column[i] for column in columns]) for i in range(len(indices))]
 
