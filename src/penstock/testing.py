@@ -443,6 +443,15 @@ class DeviceSuite:
 
     # ---- requests
 
+    def test_numbers_in_the_other_byte_order_arrive(self) -> None:
+        """Files have them; a framework that takes their bytes as they are would compute with garbage."""
+        place = Place(self.to, memory="1 MiB")
+        for dtype in (">f4", "<f4", ">i4"):
+            with place({"x": np.arange(5).astype(dtype)}) as inputs:
+                answer = place.fetch(inputs)
+            assert answer["x"].tolist() == [0, 1, 2, 3, 4]
+        del inputs
+
     def test_requests_of_all_sizes_stop_allocating(self) -> None:
         """A fixed mix of shapes: once each size was seen, no block is allocated, and nothing grows."""
         place = Place(self.to, memory="8 MiB")

@@ -370,3 +370,31 @@ def test_thirty_breaks_out_of_an_infinite_stream_leave_nothing() -> None:
     if before:
         assert len(os.listdir("/proc/self/fd")) == len(before)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock")]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("once", [False, True])
+def test_ranks_of_a_stream_get_the_same_number_of_batches(drop_last: bool, once: bool) -> None:
+    """One that had a batch more would wait for the others for ever; what is short is filled up, or left out."""
+    parts = []
+    for rank in range(5):
+        items: Any = iter(range(101)) if once else _Again(101)
+        with Feed(
+            items, lambda i: i, batch_size=7, shard=(rank, 5), drop_last=drop_last, num_workers=0, memory="64 MiB"
+        ) as feed:
+            parts.append([batch.tolist() for batch in feed])
+    assert len({tuple(map(len, part)) for part in parts}) == 1
+    seen = sorted(i for part in parts for batch in part for i in batch)
+    if drop_last:
+        assert len(seen) == len(set(seen)) == 70
+    else:
+        assert sorted(set(seen)) == list(range(101))
+        assert len(seen) == 105
+
+
+class _Again:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(range(self.count))

@@ -133,6 +133,27 @@ def test_skip_ends_with_the_users_error_when_everything_fails(crew: str) -> None
 
 
 @each_crew
+@pytest.mark.parametrize("size", [1, 16, 256])
+@pytest.mark.parametrize("run", [99, 100])
+def test_the_cap_counts_items_that_follow_each_other(crew: str, size: int, run: int) -> None:
+    """Whatever batches they are in and whoever loads them: 99 are left out, 100 are an error."""
+
+    def load(i: int) -> Any:
+        if 150 <= i < 150 + run:
+            raise OSError(f"gone: {i}")
+        return np.full(3, i)
+
+    with feed_of(crew, range(600), load, batch_size=size, on_error="skip") as feed:
+        if run == 99:
+            seen: list[int] = []
+            first_values(feed, seen)
+            assert seen == [i for i in range(600) if not 150 <= i < 249]
+        else:
+            with pytest.raises(LoadError, match=r"the last 100 items all failed"):
+                first_values(feed, [])
+
+
+@each_crew
 def test_skip_says_why_when_there_are_few_items_and_all_fail(crew: str) -> None:
     """Fewer than a hundred: the end of the items is as good a reason."""
     with (

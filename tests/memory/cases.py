@@ -6,6 +6,7 @@ can be told from what was there before. It ends by printing one line of JSON: wh
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import warnings
@@ -60,6 +61,21 @@ def load_192k(i: int) -> Any:
 
 def load_80k(i: int) -> Any:
     return np.full((20_000,), float(i), np.float32)
+
+
+@dataclasses.dataclass
+class Record:
+    number: int
+    values: list[int]
+
+
+def records(count: int) -> Iterator[Record]:
+    for i in range(count):
+        yield Record(i, [1000 + i + k for k in range(3000)])
+
+
+def load_record(record: Record) -> Any:
+    return len(record.values)
 
 
 def growing(count: int, *, small: int, large: int) -> Iterator[bytes]:
@@ -141,6 +157,12 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], dict[str, Any]]] = {
     "shuffled items that become large": (
         MiB(96),
         lambda f: (growing(STREAMED, small=500, large=200_000), len),
+        {"batch_size": 8, "num_workers": 2, "shuffle": True},
+    ),
+    # What an object takes is in what it refers to.
+    "shuffled records": (
+        MiB(96),
+        lambda f: (records(STREAMED), load_record),
         {"batch_size": 8, "num_workers": 2, "shuffle": True},
     ),
     "the largest batch": (

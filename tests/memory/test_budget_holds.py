@@ -161,3 +161,37 @@ def test_a_budget_above_what_is_available_warns_with_the_numbers() -> None:
     much = 2 * machine.available_bytes()
     with pytest.warns(penstock.BudgetWarning, match=r"is more than the .* that are available now"):
         Feed(range(4), cases.load_path_of, memory=much).close()
+
+
+def test_a_batch_of_items_that_cannot_fit_is_refused_before_they_are_all_here() -> None:
+    """And they are not lost: a feed with a smaller batch goes on with them."""
+    items = iter([b"x"] * 32 + [b"y" * 4_000_000] * 32)
+    with Feed(items, len, batch_size=32, memory="96 MiB", num_workers=1) as feed:
+        epoch = iter(feed)
+        assert next(epoch).tolist() == [1] * 32
+        with pytest.raises(BudgetError, match=r"items of a stream take .* before they are loaded.*smaller batch_size"):
+            next(epoch)
+    assert feed.stats.peak_bytes <= MiB(96)
+
+
+def test_a_small_budget_is_not_broken_by_trying_workers() -> None:
+    """A template and a worker that try a load would take more than all there is."""
+    with Feed(range(200), cases.load_path_of, batch_size=8, memory="24 MiB") as feed:
+        assert feed.plan.workers == 0
+        assert "a budget below 48 MiB has no room for worker processes" in feed.plan.notes[0]
+        assert sum(len(batch) for batch in feed) == 200
+
+
+def test_what_tried_loads_is_in_the_peak() -> None:
+    """Though the plan then does without it."""
+    with Feed(range(200), cases.load_path_of, batch_size=1, memory="256 MiB") as feed:
+        assert feed.plan.workers == 0
+        assert feed.stats.peak_bytes > MiB(8)
+
+
+def test_stats_are_those_of_now() -> None:
+    """Read in the middle of a short epoch, they know of memory that is there."""
+    with Feed(range(8), cases.load_192k, batch_size=4, memory="256 MiB", num_workers=1) as feed:
+        for _ in feed:
+            pass
+        assert feed.stats.arena_bytes >= 2 * 4 * 192 * 1024

@@ -69,8 +69,9 @@ TASK_S: Final = 1e-3
 # Items that take microseconds are much alike, and a task costs both sides, all in all, as much as dozens of them.
 QUICK_ITEM_S: Final = 20e-6
 QUICK_TASK_S: Final = 4e-3
+LOOK_S: Final = 0.05  # those who ask for numbers after every batch do not get new ones every time
 SKIPS_IN_A_ROW: Final = 100  # so many items one after the other that are left out mean that all will be
-TASK_ITEM_BYTES: Final = 2**20  # a task is made smaller where its items are large: they travel, and are held twice
+TASK_ITEM_BYTES: Final = 2**19  # a task is made smaller where its items are large: they travel, and are held twice
 COPY_TASK_BYTES: Final = 4 * 2**20  # the same for samples that only have to be copied
 # Copying a batch of this size takes about as long as telling a worker to, and being told that it was done.
 NEAR_BYTES: Final = 256 * 2**10
@@ -176,11 +177,11 @@ class Engine:
         """The last batch that was larger than a slot is planned to be."""
         # Without workers nothing is gained by loading ahead, and the caches are lost.
         self._most_units = slots if plan.workers else 1
-        # Items of a stream, which nobody else holds: what the plan has for them, and half of what it has for nothing.
+        # Items of a stream, which nobody else holds: what the plan has for them, and most of what it has for nothing.
         self._held = held
         self._weighs = False
         """Whether items are held only here: a stream's."""
-        self._most_held = items_bytes + plan.free_bytes // 2
+        self._most_held = items_bytes + plan.free_bytes * 3 // 4
         self._next_task = 1
         self._next_batch = 0
         self._row_s = probe.load_s
@@ -194,7 +195,7 @@ class Engine:
         self._excess: str | None = None
         """What there is to say of memory that nothing can hold back; said once, outside of the lock."""
         self._excessive = False
-        self._measure_at_s = 0.0
+        self._measure_at_s = self._looked_at_s = 0.0
         self._measured_s = 0.0
         self._closed = False
         self._owner = os.getpid()
@@ -433,17 +434,8 @@ class Engine:
         """Whether further items may be pulled from a stream, with those that are here already."""
         if not self._weighs:
             return True
-        held = sum(unit.weight for unit in self._begun())
-        if not held or held < self._most_held:
-            return True
-        if held > self._most_held + self.plan.free_bytes // 2 and not self._excessive:
-            self._excessive = True
-            self._excess = (
-                f"the items of {len(self._begun())} batches take {format_bytes(held)} before they are loaded, much "
-                f"more than the first ones, and the budget of {format_bytes(self.plan.memory)} has no room for that: "
-                "give names of samples as items and let load read them, or a smaller batch_size"
-            )
-        return False
+        weights = [unit.weight for unit in self._begun()]
+        return sum(weights) + max(weights, default=0) < self._most_held or not any(weights)
 
     def _draw(self, pull: bool, *, fresh: bool = False) -> Unit | None:
         if self._prepared and not fresh:
@@ -833,6 +825,19 @@ class Engine:
 
     # ---- memory
 
+    def look(self) -> None:
+        """Bring the numbers of memory up to date, unless somebody else is at work or it was done a moment ago."""
+        moment = time.monotonic()
+        if self._closed or moment < self._looked_at_s + LOOK_S or os.getpid() != self._owner:
+            return
+        self._looked_at_s = moment
+        if not self._section.inside() and self._lock.acquire(blocking=False):
+            try:
+                with self._section:
+                    self._measure(now=True)
+            finally:
+                self._lock.release()
+
     def _measure(self, *, now: bool = False) -> None:
         moment = time.monotonic()
         if not now and moment < self._measure_at_s:
@@ -984,10 +989,11 @@ def error_of(failure: Failure, unit: Unit, plan: Plan | None = None, *, spare_by
         fresh = ", and a fresh one had no room for it either" if failure.fresh else ""
         advice = (
             f" (each of {plan.workers} workers may take {format_bytes(share)} of the budget of "
-            f"{format_bytes(plan.memory)}{fresh}: give more memory or fewer workers, or let load make smaller "
-            "temporaries)"
+            f"{format_bytes(plan.memory)}{fresh}: give more memory or fewer workers, a smaller batch_size, or let load "
+            "make smaller temporaries)"
         )
-    loaded = LoadError(f"{what} failed for {shown(item)}: {said(error)}{advice}", item=item)
+    told = str(error) if type(error) is LoadError else said(error)  # one that could not travel is told by its words
+    loaded = LoadError(f"{what} failed for {shown(item)}: {told}{advice}", item=item)
     if failure.trace:
         error.add_note(f"where load raised it:\n{printable(failure.trace.rstrip())}")
     loaded.__cause__ = error

@@ -413,11 +413,16 @@ class Epoch:
             failure.error.__traceback__ = None  # its frames would keep arrays of the load alive, one set an item
             error = error_of(failure, unit)
             skipped.append((getattr(error, "item", None), failure.error))
-        alive = len(unit.indices) - len(chunk.failures)
-        place.skips_in_a_row = 0 if alive else place.skips_in_a_row + len(chunk.failures)
-        if place.skips_in_a_row >= SKIPS_IN_A_ROW:
+        # Items that follow each other, whatever batches they are in and whoever loads them.
+        failed = np.zeros(len(unit.indices) + 1, bool)
+        failed[[failure.ordinal for failure in chunk.failures if failure.ordinal >= 0]] = True
+        good = np.flatnonzero(~failed)  # the last one is none of them
+        runs = np.diff(good, prepend=-1) - 1
+        runs[0] += place.skips_in_a_row
+        place.skips_in_a_row = int(runs[-1])
+        if (longest := int(runs.max())) >= SKIPS_IN_A_ROW:
             item, last = skipped[-1]
-            raise all_failed(place.skips_in_a_row, item, last) from last
+            raise all_failed(longest, item, last) from last
 
 
 @dataclasses.dataclass(slots=True)

@@ -152,6 +152,8 @@ class Feed:
     @property
     def stats(self) -> Stats:
         """What the feed did so far."""
+        if self._launched is not None:
+            self._launched.engine.look()
         return self._stats
 
     @property

@@ -32,7 +32,7 @@ from penstock._core.layout import PAGE, Layout, slot_bytes
 from penstock._core.line_reader import READ_BYTES
 from penstock._core.options import Options
 from penstock._core.order import Mixing
-from penstock._core.plan import LEAN_WORKER_BYTES, TEMPLATE_BYTES, Executor, Footprint, Plan, Request, solve
+from penstock._core.plan import LEAN_WORKER_BYTES, TEMPLATE_BYTES, Executor, Footprint, Plan, Request, exact, solve
 from penstock._core.program import Into, Pad, Probe, Program, Setup
 from penstock._core.schedule import Cut, Schedule
 from penstock._core.sharing import obstacle_to_threads, unchanging_kind
@@ -61,6 +61,8 @@ WINDOW_SHARE: Final = 8
 WINDOW_MOST: Final = 2**20
 # What workers that load with NumPy take together, on a machine of a few cores: the rest of the budget is for blocks.
 CREW_BYTES: Final = 64 * 2**20
+# What a template and one worker take that have imported NumPy and little more.
+LEAST_CREW_BYTES: Final = 48 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             if isinstance(program.load, Into):
                 # A declared spec needs no sample: what cannot fit is refused before anything is started.
                 planner.solve(Probe(program.load.spec, 0, 1e-3, 1e-3, 0, 0), None)
-            crew = _make_crew(options, program, options.num_workers)
+            crew = _make_crew(options, program, 0 if _too_small(options) else options.num_workers)
             probe = _probe(options, schedule, crew, epoch, base)
             if bare is not None:  # it knows all of its rows, not only those that were looked at
                 probe = dataclasses.replace(probe, spec=bare.spec().cast(options.cast))
@@ -120,9 +122,11 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
         else:
             plan, slot_size = planner.solve(probe, crew)
         if isinstance(crew, InlineCrew) != (plan.workers == 0):
+            stats.peak_bytes = max(stats.peak_bytes, _peak_bytes(crew))
             crew.close()
             crew = _make_crew(options, program, plan.workers, plan.executor)
         elif plan.workers and plan.executor == "thread" and not isinstance(crew, ThreadCrew):
+            stats.peak_bytes = max(stats.peak_bytes, _peak_bytes(crew))
             crew.close()
             crew = ThreadCrew(program)
         # What the plan leaves is given to those who may turn out to need more: workers whose loads differ, and half of
@@ -214,6 +218,17 @@ def _program(options: Options, inside: int, *, tries_threads: bool) -> Program:
 def _decides(options: Options) -> bool:
     """Whether it is left to the plan how many workers there are."""
     return options.num_workers is None and options.in_processes and options.load is not None
+
+
+def _too_small(options: Options) -> bool:
+    """Whether even to try worker processes would take more than there is, where it is left to the plan."""
+    free = options.num_workers is None and options.start_method is None and options.timeout_s is None
+    return free and options.in_processes and options.blocks is None and options.memory < LEAST_CREW_BYTES
+
+
+def _peak_bytes(crew: Crew) -> int:
+    """What the processes of a crew took that was made only to try loads."""
+    return sum(machine.peak_own_bytes(pid)[1] for pid in crew.pids())
 
 
 def _obstacle(options: Options) -> str | None:
@@ -308,7 +323,7 @@ def _item_bytes(options: Options, schedule: Schedule, epoch: int, base: int) -> 
         return 8
     if not options.in_processes:  # nothing of it travels, so it need not even be possible to pickle it
         return max(64, held_bytes(items[0]))
-    return len(dump_items(items[:1]))
+    return max(len(dump_items(items[:1])), held_bytes(items[0]) if options.streams else 0)
 
 
 class _Planner:
@@ -348,7 +363,9 @@ class _Planner:
         if mode is Mode.FLOW:
             unit = max(1, batch) if self._options.each is not None else 1
         travels = self._options.source is not None and self._program.reader is None
-        return Cut(unit, batch, mode is not Mode.FLOW and not self._program.skips, self._window, travels)
+        exact = mode is not Mode.FLOW and not self._program.skips
+        most = self.held_bytes(plan) + plan.free_bytes * 3 // 4
+        return Cut(unit, batch, exact, self._window, plan.memory, most, travels)
 
     def mix(self, probe: Probe, crew: Crew | None, blocks: Blocks) -> tuple[Plan, int]:
         """The same for a shuffle of blocks: how much is mixed follows from the budget, if nobody has said it."""
@@ -401,7 +418,7 @@ class _Planner:
         request = Request(
             memory=max(1, options.memory - kept_bytes),
             batch_size=options.batch_size,
-            num_workers=options.num_workers,
+            num_workers=0 if _too_small(options) else options.num_workers,
             isolated=self._isolated(mixing),
             group=None if mixing is None else self._batches_of(mixing),
             executor=options.executor if processes else "thread",
@@ -433,9 +450,15 @@ class _Planner:
             else:
                 plan = solve(request, footprint)
         except BudgetError:
-            kept = ("line index", kept_bytes) if lines is not None else ("shuffle window", 0) if kept_bytes else None
+            name, size = ("line index", kept_bytes) if lines is not None else ("shuffle window", 0)
+            kept = (name, size, options.memory) if kept_bytes else None
             raise _does_not_fit(request, footprint, kept=kept) from None
         notes = plan.notes
+        if _too_small(options):
+            least = format_bytes(LEAST_CREW_BYTES)
+            notes = tuple(
+                note.replace("as asked", f"a budget below {least} has no room for worker processes") for note in notes
+            )
         if (mixing := self._schedule.mixing) is not None:
             notes = (*notes, f"shuffled in blocks of {mixing.rows:,} items, {mixing.group:,} items mixed at a time")
         if program.collate is None:
@@ -500,10 +523,11 @@ def _savings(spec: Spec, on_device: Cast) -> Iterator[str]:
         )
 
 
-def _does_not_fit(request: Request, footprint: Footprint, *, kept: tuple[str, int] | None) -> BudgetError:
+def _does_not_fit(request: Request, footprint: Footprint, *, kept: tuple[str, int, int] | None) -> BudgetError:
     """The error whose ``least`` works when it is given: what is measured anew then may come out a little larger.
 
-    ``kept`` is what this process holds besides: its name, and what it takes apart from its share of the budget.
+    ``kept`` is what this process holds besides: its name, what it takes apart from its share of the budget, and the
+    budget that it is a part of.
     """
     wider = dataclasses.replace(
         footprint,
@@ -517,9 +541,11 @@ def _does_not_fit(request: Request, footprint: Footprint, *, kept: tuple[str, in
         if kept is None:
             return error
         # The window is a share of the budget, so what is left for the rest grows with it.
-        name, fixed_bytes = kept
+        name, fixed_bytes, given = kept
         least = -(-(error.least + fixed_bytes) * WINDOW_SHARE // (WINDOW_SHARE - 1) // PAGE) * PAGE + PAGE
-        return BudgetError(f"{error} (with the {name}: memory={least})", least=least)
+        text = str(error).replace(exact(error.least), exact(least)).replace(f"memory={error.least}", f"memory={least}")
+        text = text.replace(exact(request.memory), exact(given))
+        return BudgetError(f"{text} The {name} is a part of it.", least=least)
     raise AssertionError("a larger footprint fits where a smaller one did not")
 
 

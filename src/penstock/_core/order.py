@@ -306,13 +306,14 @@ class Window(Iterator[T]):
     Not a generator: one that the stream's error, or Ctrl-C, has passed through is over, and its window lost.
     """
 
-    __slots__ = ("_gap", "_heavy", "_items", "_key", "_most", "_size", "_turn", "_weigh", "_weighed", "_window")
+    __slots__ = ("_gap", "_heavy", "_items", "_key", "_most", "_size", "_turn", "_weigh", "_weights", "_window")
 
     def __init__(self, items: Iterator[T], size: int, key: int, weigh: Callable[[T], int] | None, most: int) -> None:
         self._items, self._size, self._key = items, size, key
         self._weigh, self._most = weigh, most
         self._window: list[T] = []
-        self._heavy = self._weighed = 0
+        self._weights: list[int] = []
+        self._heavy = 0
         self._gap = -1
         self._turn = 0
 
@@ -326,10 +327,11 @@ class Window(Iterator[T]):
         if self._gap >= 0:
             # The next item is pulled only now, when one more is wanted; the one that was drawn is let go first.
             if self._weigh is not None:
-                self._heavy -= self._weigh(window[self._gap])
+                self._heavy -= self._weights[self._gap]
+                self._weights[self._gap] = self._weights[-1]
+                self._weights.pop()
             window[self._gap] = window[-1]
             window.pop()
-            self._weighed -= 1
             self._gap = -1
         self._fill()
         if not window:
@@ -345,9 +347,9 @@ class Window(Iterator[T]):
             window.extend(itertools.islice(self._items, self._size - len(window)))
             return
         while True:
-            while self._weighed < len(window):
-                self._heavy += weigh(window[self._weighed])
-                self._weighed += 1
+            while len(self._weights) < len(window):
+                self._weights.append(weigh(window[len(self._weights)]))
+                self._heavy += self._weights[-1]
             if len(window) >= self._size or (window and self._heavy >= self._most):
                 return
             before = len(window)

@@ -264,6 +264,8 @@ def _array(value: Any, device: Device) -> Array | None:
         return None
     else:
         array = as_array(value)
+    if not array.dtype.isnative:  # no framework knows of the other order, and some do not say so
+        array = array.astype(array.dtype.newbyteorder("="))
     if not device.takes(array.dtype):
         return None
     return np.ascontiguousarray(array).reshape(array.shape)

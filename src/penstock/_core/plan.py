@@ -33,6 +33,7 @@ __all__ = [
     "Plan",
     "Request",
     "device_batch_bytes",
+    "exact",
     "solve",
 ]
 
@@ -713,7 +714,7 @@ def _does_not_fit(costs: _Costs, wanted: int) -> BudgetError:
         advice.append('executor="thread"')
     also = f", or {' or '.join(advice)} with this budget" if advice else ""
     return BudgetError(
-        f"memory={_exact(request.memory)} is too small, {_exact(least)} is the least that works: {', '.join(parts)}. "
+        f"memory={exact(request.memory)} is too small, {exact(least)} is the least that works: {', '.join(parts)}. "
         f'Give memory={least}{also}; smaller samples (cast="float16", smaller shapes) need less.',
         least=least,
     )
@@ -731,8 +732,8 @@ def _too_large_for_device(device_memory: int, costs: _Costs) -> BudgetError:
     if keeps := costs.request.device_keeps:
         least += costs.shelves(keeps)
     return BudgetError(
-        f"device_memory={_exact(device_memory)} is too small: a batch of {_count(costs.rows, 'sample')} takes "
-        f"{_exact(costs.device())} there, and {DEVICE_BUFFERS} of them are needed, one to compute on and one to copy "
+        f"device_memory={exact(device_memory)} is too small: a batch of {_count(costs.rows, 'sample')} takes "
+        f"{exact(costs.device())} there, and {DEVICE_BUFFERS} of them are needed, one to compute on and one to copy "
         f'into. Give device_memory={least}, {change} or cast="float16".',
         least=least,
     )
@@ -744,14 +745,15 @@ def _keeps_nothing(costs: _Costs) -> BudgetError:
     least = fewest + costs.shelves(request.device_keeps)
     what = f"{DEVICE_BUFFERS} batches" if request.need is None else "a step of the model and its batches"
     return BudgetError(
-        f'device_memory={_exact(request.device_memory or 0)} has no room for cache="device": {what} take '
-        f"{_exact(fewest)} there, and keeping a single item {_exact(least - fewest)}, with the room that a batch needs "
+        f'device_memory={exact(request.device_memory or 0)} has no room for cache="device": {what} take '
+        f"{exact(fewest)} there, and keeping a single item {exact(least - fewest)}, with the room that a batch needs "
         f"beside it. Give device_memory={least} at least, a smaller batch_size, or leave cache out.",
         least=least,
     )
 
 
-def _exact(size: int) -> str:
+def exact(size: int) -> str:
+    """A size to the byte, and for people."""
     return f"{size} ({format_bytes(size)})"
 
 

@@ -13,7 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from penstock._core.budget import format_bytes
 from penstock._core.engine import Unit
+from penstock._core.errors import BudgetError
 from penstock._core.items import Picker, Stream, held_bytes, stream_error
 from penstock._core.lines import Located
 from penstock._core.options import Options
@@ -23,6 +25,7 @@ __all__ = ["Cut", "Schedule"]
 
 # Positions whose items are looked up at once: 64 KiB of indices, a tenth of the cost of doing it batch by batch.
 ORDER_BLOCK: Final = 8192
+PULLED: Final = 16  # items of a stream between two looks at what they weigh
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +40,10 @@ class Cut:
     """Whether batches are made of whole units: not so where items give any number of samples, or may be skipped."""
     window: tuple[int, int]
     """Items of a shuffle window, for streams, and the most bytes of them."""
+    memory: int
+    """The budget, for what is said when it does not do."""
+    most_bytes: int
+    """What the items of a unit may take in this process, of a stream."""
     travels: bool
     """Whether rows of a source in memory are sent to workers as items."""
 
@@ -214,14 +221,25 @@ class Schedule:
         o = self._options
         items = stream.begin(cut.window if o.shuffle else None, o.seed, epoch, base)
         if o.world > 1:
-            items = _every(items, o.rank, o.world)
+            items = _Dealt(items, o.rank, o.world, pads=not o.drop_last)
         start = 0
         while True:
             pulled: list[Any] = []
             # What was pulled must not be lost if the stream raises, or Ctrl-C comes: one call of C leaves no moment
             # in which an item is in nobody's hands, and keeps what it has got so far.
+            weight = 0
             try:
-                pulled.extend(itertools.islice(items, cut.unit_items))
+                while (size := min(PULLED, cut.unit_items - len(pulled))) > 0:
+                    before = len(pulled)
+                    pulled.extend(itertools.islice(items, size))
+                    weight += sum(map(held_bytes, pulled[before:]))
+                    if weight > cut.most_bytes:
+                        raise _too_heavy(cut, len(pulled), weight)
+                    if len(pulled) - before < size:
+                        break
+            except BudgetError:
+                stream.give_back(pulled)
+                raise
             except BaseException as error:
                 stream.give_back(pulled)
                 if not isinstance(error, Exception):
@@ -230,7 +248,6 @@ class Schedule:
             if not pulled or (o.drop_last and cut.exact and len(pulled) < cut.unit_items):
                 return
             indices = base + o.rank + o.world * np.arange(start, start + len(pulled), dtype=np.int64)
-            weight = sum(map(held_bytes, pulled))
             yield Unit(epoch, start, indices, pulled, inside if start == 0 else 0, weight=weight)
             start += len(pulled)
 
@@ -243,7 +260,30 @@ class Schedule:
         return bool(left)
 
 
-def _every(items: Iterator[Any], rank: int, world: int) -> Iterator[Any]:
-    for number, item in enumerate(items):
-        if number % world == rank:
-            yield item
+def _too_heavy(cut: Cut, count: int, weight: int) -> BudgetError:
+    least = cut.memory + 2 * (weight * cut.unit_items // count - cut.most_bytes)
+    return BudgetError(
+        f"{count} items of a stream take {format_bytes(weight)} before they are loaded, much more than the first ones, "
+        f"and the budget of {format_bytes(cut.memory)} has {format_bytes(cut.most_bytes)} for the {cut.unit_items} of "
+        f"a batch: give memory={least} or more, a smaller batch_size, or names as items, which load reads",
+        least=least,
+    )
+
+
+class _Dealt(Iterator[Any]):
+    """What one rank gets of a stream that all of them read: the same number as every other.
+
+    Where the last round is short, it is left out, or those who would get nothing get what others have got.
+    """
+
+    def __init__(self, items: Iterator[Any], rank: int, world: int, *, pads: bool) -> None:
+        self._items, self._rank, self._world, self._pads = items, rank, world, pads
+        self._round: list[Any] = []
+
+    def __next__(self) -> Any:
+        # What was pulled before the stream raised, or Ctrl-C came, stays in the list.
+        self._round.extend(itertools.islice(self._items, self._world - len(self._round)))
+        dealt, self._round = self._round, []
+        if not dealt or (len(dealt) < self._world and not self._pads):
+            raise StopIteration
+        return dealt[self._rank % len(dealt)]

@@ -46,7 +46,7 @@ __all__ = ["MOST_WORKERS", "ProcessCrew"]
 MOST_WORKERS: Final = CONTROL_BYTES // RECORD_BYTES
 CLOSE_S: Final = 5.0
 STACK_S: Final = 0.2  # for a worker to write down where it is
-MOST_SENT_BYTES: Final = 4 * 2**20  # of large messages that lie there for workers, in memory that is nobody's
+MOST_SENT_BYTES: Final = 2 * 2**20  # of large messages that lie there for workers, in memory that is nobody's
 
 
 class ProcessCrew:
