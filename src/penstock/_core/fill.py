@@ -28,6 +28,7 @@ from penstock._core.errors import CacheError, SpecError, said, shown
 from penstock._core.layout import Layout, aligned
 from penstock._core.npy import read_npy
 from penstock._core.pace import MOST_S, WARM_S, side_by_side, warm_s
+from penstock._core.plain import MOST_VIEWS, Plain, Step, Watched, plain_of
 from penstock._core.program import Into, Pad, Padded, Probe, Program, Retry, Rows, as_texts
 from penstock._core.source import Reader, Scatters, Unread
 from penstock._core.spec import (
@@ -177,8 +178,9 @@ class Filler:
         """Whether nothing was loaded here before, not even for a probe."""
         self._first = 0
         self._layout: Layout | None = None
-        self._plain: _Plain | None = None
+        self._plain: Plain | None = None
         self._columns: dict[int, list[Array]] = {}
+        self._views: dict[int, list[Any]] = {}
         self._kept: dict[tuple[int, int], Any] = {}
         self._trees: dict[optree.PyTreeSpec, bytes] = {}
         self._shelf: Any = None
@@ -192,11 +194,13 @@ class Filler:
         self._layout = Layout.of(spec, rows)
         self._shelf = None if cache is None else cache.open(self.memory)
         self._columns.clear()
+        self._views.clear()
         self._plain = _plain(self.program, spec)
 
     def forget(self) -> None:
         """Let go of the slots and of what was kept: a feed that is closed may be held for its numbers."""
         self._columns.clear()
+        self._views.clear()
         self._kept.clear()
         if self._shelf is not None:
             self._shelf.close()
@@ -503,60 +507,42 @@ class Filler:
         """
         program, plain = self.program, self._plain
         assert plain is not None
-        load, beat = program.load, self.beat
-        assert load is not None
+        assert program.load is not None
         moment = context.enter(program.seed, task.epoch, 0)
         indices = task.indices.tolist()
-        places = list(zip(columns, plain.shapes, plain.dtypes, plain.numbers, strict=True))
-        split = plain.split
-        alone = split is _single
-        column, shape, dtype, number = places[0]
-        cells = beat.cells if type(beat) is Mark else None
-        # One array straight from its file needs no memory in between, if it is what the first one was.
-        reads_npy = load is np.load and len(columns) == 1
-        rows = [*range(task.start, task.start + len(indices))] if task.places is None else task.places.tolist()
-        for ordinal, item in enumerate(self._items(task)) if not self._passed else self._left(task):
-            row = rows[ordinal]
-            if cells is not None:
-                cells[0] = ordinal
-            else:
-                beat(ordinal)
-            moment.index = indices[ordinal]
-            try:
-                if type(item) is Unread:
-                    item = item.item()
-                if reads_npy and read_npy(item, columns[0][row, ...]):
-                    continue
-                sample = load(item)
-            except Exception as error:  # noqa: BLE001 - user code: on_error says what becomes of it
-                again = partial(self._load_and_write, task, columns, row, ordinal, item)
-                self._attempt(again, ordinal, item, failures, first=error)
-                continue
-            try:
-                if alone:
-                    kind = type(sample)
-                    if kind is np.ndarray:
-                        if (sample.dtype is dtype or sample.dtype == dtype) and sample.shape == shape:
-                            column[row] = sample
-                            continue
-                    elif kind is number:
-                        column[row] = sample
-                        continue
-                for (column, shape, dtype, number), value in zip(places, split(sample), strict=True):
-                    kind = type(value)
-                    if kind is np.ndarray:
-                        if value.shape != shape or value.dtype != dtype:
-                            break
-                    elif kind is not number:
-                        break
-                    column[row] = value
-                else:
-                    continue
-            except Exception:  # noqa: BLE001 - its tree is another, or a number too large
-                pass
-            # Something is odd about this sample: the thorough way says what, or finds that it will do.
+        rows: Sequence[int] = range(task.start, task.start + len(indices))
+        if task.places is not None:
+            rows = task.places.tolist()
+        steps: Iterable[Step]
+        if self._passed:
+            steps = ((ordinal, indices[ordinal], rows[ordinal], item) for ordinal, item in self._left(task))
+        else:
+            steps = zip(range(len(indices)), indices, rows, self._items(task), strict=False)
+
+        def failed(error: Exception, row: int, ordinal: int, item: Any) -> None:
+            again = partial(self._load_and_write, task, columns, row, ordinal, item)
+            self._attempt(again, ordinal, item, failures, first=error)
+
+        def odd(sample: Any, row: int, ordinal: int, item: Any) -> None:
+            # The thorough way says what is odd about it, or finds that it will do.
             called = self._called(task, ordinal, item)
             self._attempt(partial(self._write, columns, row, sample, called, []), ordinal, item, failures)
+
+        load = program.load
+        if load is np.load and len(columns) == 1:
+            steps = _not_npy(steps, self.beat, columns[0])
+        place = self.beat.cells if type(self.beat) is Mark else Watched(self.beat)
+        plain.loop(steps, load, place, moment, failed, odd, self._viewed(task.offset, columns))
+
+    def _viewed(self, offset: int, columns: list[Array]) -> list[Any]:
+        """The columns of a slot with rows that are quick to write to, as far as that takes little memory."""
+        views = self._views.get(offset)
+        if views is None:
+            assert self._plain is not None
+            if sum(map(len, columns)) * (len(self._views) + 1) > MOST_VIEWS:
+                return list(columns)
+            views = self._views[offset] = self._plain.views(columns)
+        return views
 
     def _load_and_write(self, task: Task, columns: list[Array], row: int, ordinal: int, item: Any) -> None:
         assert self.program.load is not None
@@ -1008,45 +994,23 @@ def _gave_way() -> int:
     return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nvcsw
 
 
-class _Plain(NamedTuple):
-    """What has to be known of samples that are arrays and numbers, stored as they are."""
-
-    shapes: list[tuple[int, ...]]
-    dtypes: list[np.dtype[Any]]
-    numbers: list[type[Any]]
-    """The type of number that is stored without a change of dtype."""
-    split: Callable[[Any], Sequence[Any]]
-
-
-def _plain(program: Program, spec: Spec) -> _Plain | None:
+def _plain(program: Program, spec: Spec) -> Plain | None:
     if program.samples_per_item != 1 or program.load is None or isinstance(program.load, Into):
         return None
-    if any(leaf.kind != "array" or leaf.stored != leaf.dtype for leaf in spec.leaves):
-        return None
-    numbers = [_NUMBERS.get(leaf.dtype, leaf.dtype.type) if not leaf.shape else _Nothing for leaf in spec.leaves]
-    single = spec.tree.is_leaf() if hasattr(spec.tree, "is_leaf") else False
-    return _Plain(
-        [leaf.shape for leaf in spec.leaves],
-        [leaf.dtype for leaf in spec.leaves],
-        numbers,
-        _single if single else spec.tree.flatten_up_to,
-    )
+    return plain_of(spec)
 
 
-class _Nothing:
-    """The type of no value."""
-
-
-_NUMBERS: Final[dict[np.dtype[Any], type[Any]]] = {
-    np.dtype(np.int64): int,
-    np.dtype(np.float64): float,
-    np.dtype(np.bool_): bool,
-    np.dtype(np.complex128): complex,
-}
-
-
-def _single(sample: Any) -> tuple[Any]:
-    return (sample,)
+def _not_npy(steps: Iterable[Step], beat: Callable[[int], None], column: Array) -> Iterator[Step]:
+    """The steps that are left when arrays have been read straight from their files, with no memory in between."""
+    for step in steps:
+        ordinal, _, row, item = step
+        beat(ordinal)
+        try:
+            done = type(item) is not Unread and read_npy(item, column[row, ...])
+        except Exception:  # noqa: BLE001 - it comes again, where it is known what becomes of it
+            done = False
+        if not done:
+            yield step
 
 
 class _Packing(NamedTuple):
