@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -398,3 +399,21 @@ class _Again:
 
     def __iter__(self) -> Any:
         return iter(range(self.count))
+
+
+@pytest.mark.parametrize("probed", [0, 64])
+def test_a_batch_of_slow_loads_does_not_wait_for_the_next_ones(probed: int) -> None:
+    """Batches that share a slot are handed out together; loads that only seemed quick must not be."""
+    loaded: list[int] = []
+
+    def load(item: int) -> np.ndarray[Any, Any]:
+        loaded.append(item)
+        if len(loaded) > probed:
+            time.sleep(0.005)
+        return np.full(4, item)
+
+    with Feed(range(256), load, batch_size=4, memory="64 MiB", num_workers=0) as feed:
+        for number, batch in enumerate(feed):
+            assert (batch[:, 0] == np.arange(4 * number, 4 * number + 4)).all()
+            if len(loaded) > 3 * probed:  # by now it is known how slow they are
+                assert max(loaded) < 4 * number + 8, number

@@ -17,6 +17,7 @@ from penstock._core.layout import slot_bytes
 from penstock._core.plan import (
     CACHE_LEAVES,
     DEVICE_BUFFERS,
+    GROUP_S,
     MOST_ROWS,
     PARENT_BYTES,
     Footprint,
@@ -492,6 +493,21 @@ def test_a_plan_prints_within_a_hundred_columns(request: Request, footprint: Foo
     table = lines[2 : 2 + lines[2:].index("")]
     assert len({len(line) for line in table}) == 1
     assert all(line == line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_only_batches_of_quick_loads_share_a_slot(workers: int) -> None:
+    """All batches of a slot are handed out when the last of them is full: with slow loads the first would wait long."""
+    request = Request(memory=GiB(1), batch_size=16, num_workers=workers, cores=2, groups=True, length=10_000)
+    small = Footprint(leaf_row_bytes=(1024, 8), load_bytes=4096)
+
+    def together(load_s: float) -> int:
+        return solve(request, replace(small, load_s=load_s, cpu_s=load_s)).batches_per_slot
+
+    assert together(5e-3) == 1
+    assert together(200e-6) == 1
+    assert together(2e-6) > 4
+    assert together(50e-6) * 16 * 50e-6 <= GROUP_S
 
 
 def test_plans_are_values() -> None:

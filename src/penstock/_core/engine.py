@@ -52,7 +52,7 @@ from penstock._core.ledger import Ledger, State
 from penstock._core.line_reader import Scatter, Stretch
 from penstock._core.order import Mixing
 from penstock._core.patience import Patience, SlowLoad, users_level
-from penstock._core.plan import Plan
+from penstock._core.plan import GROUP_S, Plan
 from penstock._core.program import Probe
 from penstock._core.regions import Regions
 from penstock._core.section import Section
@@ -154,6 +154,10 @@ class Engine:
         self.cache = None if cache is None else cache(crew.arena)
         self.notices: list[str] = []
         """What a cache has to say to the user, until somebody does."""
+        # Samples that are kept are quick later, whatever loads take.
+        kept = self.cache is not None and self.cache.in_memory
+        self._grows = mode is Mode.ROWS and plan.batches_per_slot > 1 and self._mixing is None and not kept
+        """Whether it is seen while it runs how many batches share a slot."""
         self._ledger = Ledger(slots)
         self._added = 0
         """Slots that were added because the consumer held all there were."""
@@ -185,6 +189,9 @@ class Engine:
         self._next_task = 1
         self._next_batch = 0
         self._row_s = probe.load_s
+        self._together = 1 if plan.workers else plan.batches_per_slot
+        """Batches that may share a slot now: more and more, as loads prove to be quick. Without workers there is never
+        more than one slot of loads that only seemed to be."""
         self._copy_s = COPY_S  # a byte
         self._gave_at_s = time.perf_counter()
         self._away_s = 0.0
@@ -439,7 +446,7 @@ class Engine:
 
     def _draw(self, pull: bool, *, fresh: bool = False) -> Unit | None:
         if self._prepared and not fresh:
-            return self._prepared.popleft()
+            return self._first_part(self._prepared.popleft())
         if not pull or self._source is None:
             return None
         try:
@@ -448,7 +455,25 @@ class Engine:
             self._broken, unit = error, None
         if unit is None:
             self._source = None
-        return unit
+        return unit if unit is None or fresh else self._first_part(unit)
+
+    def _first_part(self, unit: Unit) -> Unit:
+        """As many batches of a unit as may share a slot now; the rest comes next."""
+        size = self._together * self.plan.batch_size // self._each
+        if not self._grows or len(unit.indices) <= size:
+            return unit
+        rest = dataclasses.replace(
+            unit,
+            start=unit.start + size,
+            indices=unit.indices[size:],
+            items=None if unit.items is None else unit.items[size:],
+            skip=0,
+            chunks=deque(),
+        )
+        self._prepared.appendleft(rest)
+        return dataclasses.replace(
+            unit, indices=unit.indices[:size], items=None if unit.items is None else unit.items[:size], chunks=deque()
+        )
 
     def _exhausted(self) -> bool:
         return self._source is None and not self._prepared
@@ -576,6 +601,8 @@ class Engine:
         # Recent tasks count more; the first ones, with cold caches, are soon forgotten.
         if count:
             self._row_s = 0.8 * self._row_s + 0.2 * reply.seconds / count
+            batch_s = max(self._row_s, reply.seconds / count) * self.plan.batch_size / self._each
+            self._together = max(1, min(2 * self._together, int(GROUP_S / batch_s) if batch_s > 0 else 1))
         self._finish(unit, chunk, reply, last=True)
 
     def _finish(self, unit: Unit, chunk: Chunk, reply: Reply, *, last: bool) -> None:

@@ -24,6 +24,7 @@ from penstock._core.fit import Need
 from penstock._core.layout import LINE, aligned, slot_bytes
 
 __all__ = [
+    "GROUP_S",
     "LEAN_WORKER_BYTES",
     "PARENT_BYTES",
     "TEMPLATE_BYTES",
@@ -76,7 +77,8 @@ CHEAP_SLOTS_BYTES: Final = 4 * 2**20  # slots up to this much in all are not wor
 MOST_GROUP: Final = 16
 GROUPED_BYTES: Final = 8 * 2**20  # of all slots together: a slot stays about as large as a core's cache
 GROUP_S: Final = 4e-3
-# A load may be slow now and then, and what shares its slot waits for it: no load is taken to be faster than this here.
+# A load may be slow now and then, and what shares its slot waits for it: where that is decided beforehand, for samples
+# that are kept, no load is taken to be faster than this. Elsewhere the engine puts together what proves to be quick.
 GROUPED_LOAD_S: Final = 400e-6
 LARGE_ROWS: Final = 1024  # of a batch that is as large as it can be, before it is known how large that is
 KEPT_GROUP_S: Final = 20e-3  # where all samples are kept, so that it takes so long in the first epoch only
@@ -549,8 +551,13 @@ def _grouped(costs: _Costs, workers: int, slots: int) -> _Costs:
     kept, _ = _cache(request, costs.footprint, workers, request.memory - costs.total(workers, slots))
     patience_s = KEPT_GROUP_S if worth is not None and kept >= worth else GROUP_S
 
+    load_s = costs.footprint.load_s
+    if not workers and load_s < CHEAP_S:
+        load_s = 0.0  # of so little, what was measured on a few samples is mostly the call
+    elif request.cache and load_s and workers:
+        load_s = max(load_s, GROUPED_LOAD_S)
+
     def fits(group: int) -> bool:
-        load_s = max(costs.footprint.load_s, GROUPED_LOAD_S) if costs.footprint.load_s and workers else 0.0
         if group > 1 and group * costs.rows * load_s > patience_s:
             return False
         larger = replace(costs, group=group)
