@@ -70,6 +70,10 @@ TASK_S: Final = 1e-3
 QUICK_ITEM_S: Final = 20e-6
 QUICK_TASK_S: Final = 4e-3
 LOOK_S: Final = 0.05  # those who ask for numbers after every batch do not get new ones every time
+# Where a batch has more tasks than it takes to share it evenly they are made larger, though not so that a slow item
+# would hold up much.
+TASKS_A_WORKER: Final = 8
+MOST_TASK_S: Final = 8e-3
 SKIPS_IN_A_ROW: Final = 100  # so many items one after the other that are left out mean that all will be
 TASK_ITEM_BYTES: Final = 2**19  # a task is made smaller where its items are large: they travel, and are held twice
 COPY_TASK_BYTES: Final = 4 * 2**20  # the same for samples that only have to be copied
@@ -569,7 +573,11 @@ class Engine:
         if self.plan.workers <= 1:
             return count
         task_s = QUICK_TASK_S if self._row_s < QUICK_ITEM_S else TASK_S
-        size = int(task_s * count / (self._row_s * loaded)) + 1 if self._row_s > 0 and loaded else count
+        size = count
+        if self._row_s > 0 and loaded:
+            each_s = self._row_s * loaded / count
+            even = count // (TASKS_A_WORKER * self.plan.workers)
+            size = max(int(task_s / each_s) + 1, min(even, int(MOST_TASK_S / each_s)))
         size = min(size, COPY_TASK_BYTES // max(1, self.plan.sample_bytes * self._each) + 1) if not loaded else size
         return count if size > count // 2 else size
 
