@@ -22,11 +22,15 @@ _ATTACHED: Final = b"\x01"
 class Channel:
     """One end of a seqpacket socket pair."""
 
-    __slots__ = ("_buffer", "socket")
+    __slots__ = ("_buffer", "_now", "_rights", "_waiting", "socket")
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self._buffer = bytearray(SMALL + 1)
+        self._rights = socket.CMSG_SPACE(4)
+        # As plain numbers: an or of two members of an enum takes longer than the call that gets it.
+        self._waiting = int(socket.MSG_CMSG_CLOEXEC)
+        self._now = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 
     def fileno(self) -> int:
         """The descriptor, for poll."""
@@ -49,12 +53,12 @@ class Channel:
     def receive(self, *, wait: bool = True) -> bytes:
         """The next message; b"" when the other end is closed; BlockingIOError if there is none and it may not wait."""
         # The flag, not the socket's mode: the mode belongs to the description that all workers share.
-        flags = socket.MSG_CMSG_CLOEXEC if wait else socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        flags = self._waiting if wait else self._now
         try:
-            count, ancillary, _, _ = self.socket.recvmsg_into([self._buffer], socket.CMSG_SPACE(4), flags)
+            count, ancillary, _, _ = self.socket.recvmsg_into([self._buffer], self._rights, flags)
         except ConnectionResetError:
             # The other end went and left something unread, which the kernel tells first: what it said is still there.
-            count, ancillary, _, _ = self.socket.recvmsg_into([self._buffer], socket.CMSG_SPACE(4), flags)
+            count, ancillary, _, _ = self.socket.recvmsg_into([self._buffer], self._rights, flags)
         if count == 0:
             return b""
         if self._buffer[0] == _INLINE[0]:
