@@ -463,8 +463,13 @@ class Engine:
 
     def _first_part(self, unit: Unit) -> Unit:
         """As many batches of a unit as may share a slot now; the rest comes next."""
-        size = self._together * self.plan.batch_size // self._each
-        if not self._grows or len(unit.indices) <= size:
+        if not self._grows:
+            return unit
+        batch = self.plan.batch_size // self._each
+        size = self._together * batch
+        if self.plan.workers:  # whoever waits for the first batch of an epoch does not wait for a whole slot
+            size = min(size, max(batch, unit.start // batch * batch))
+        if len(unit.indices) <= size:
             return unit
         rest = dataclasses.replace(
             unit,
