@@ -291,14 +291,14 @@ FEW_MANNERS = {
     "portable spawn": ("SIGKILL",),
 }
 # Of the rest, those who run the quick tests see each place with each crew once.
-QUICK = ("SIGKILL",)
+QUICK = ("SIGKILL", "sys.exit", "os._exit")
 TABLE = [
     pytest.param(
         place,
         manner,
         crew,
         id=f"{place}-{manner}-{crew}",
-        marks=() if crew == "forkserver" or manner in QUICK else pytest.mark.slow,
+        marks=() if manner in QUICK[: 1 if crew != "forkserver" else None] else pytest.mark.slow,
     )
     for place in PLACES
     for crew in CREWS
@@ -325,7 +325,7 @@ def test_a_worker_that_dies_once_is_not_noticed_in_the_data(
     ("manner", "crew"),
     [
         ("SIGKILL", "forkserver"),
-        ("SIGKILL", "portable fork"),
+        pytest.param("SIGKILL", "portable fork", marks=pytest.mark.slow),
         *(pytest.param(one, "forkserver", marks=pytest.mark.slow) for one in MANNERS if one != "SIGKILL"),
     ],
 )

@@ -50,7 +50,11 @@ ENDINGS: Final[dict[str, tuple[str, int | None, int, str]]] = {
     "collected": ("del feed, batches, batch; gc.collect(); print('gone', flush=True)", None, 0, ""),
 }
 TABLE: Final = [
-    *((ending, crew, "asleep") for ending in ENDINGS for crew in ("forkserver", "portable spawn")),
+    *((ending, "forkserver", "asleep") for ending in ENDINGS),
+    *(
+        pytest.param(ending, "portable spawn", "asleep", marks=() if ending == "killed" else pytest.mark.slow)
+        for ending in ENDINGS
+    ),
     *((ending, crew, "asleep") for ending in ("killed", "interrupted") for crew in ("fork", "spawn", "portable fork")),
     *((ending, crew, "stuck") for ending in ("killed", "interrupted") for crew in ("forkserver", "portable spawn")),
 ]

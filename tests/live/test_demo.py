@@ -20,7 +20,15 @@ def demo(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*DEMO, "--folder", str(folder), *flags], check=False, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("flags", [("--numpy",), ("--numpy", "--workers", "0"), ("--numpy", "--workers", "2"), ()])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--numpy",),
+        pytest.param(("--numpy", "--workers", "0"), marks=pytest.mark.slow),
+        pytest.param(("--numpy", "--workers", "2"), marks=pytest.mark.slow),
+        (),
+    ],
+)
 def test_it_trains_inside_the_budget_and_cleans_up(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """The first thing that a newcomer runs: it has to work, to be within its budget, and to leave nothing."""
     if not flags and find_spec("torch") is None:

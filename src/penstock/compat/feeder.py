@@ -8,6 +8,7 @@ inside ``cpu_memory_limit``, which holds. Nothing of torch is imported here unle
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Final, overload
@@ -23,6 +24,8 @@ Read = Callable[[Any], Iterable[Any]]
 """From an identity to a generator of ``one_read_count`` arrays or tensors."""
 Apply = Callable[[list[Any]], Any]
 """From the samples of a batch to what is handed out."""
+
+WORKERS_LEAST_BYTES: Final = 512 * 2**20
 
 
 @dataclasses.dataclass(slots=True)
@@ -283,6 +286,8 @@ class _Reading:
             memory=int(config.cpu_memory_limit),
             samples_per_item=config.one_read_count,
             drop_last=drop_last,
+            # A worker that reads tensors imports torch, which takes more than this before it has read anything.
+            num_workers=0 if config.cpu_memory_limit < WORKERS_LEAST_BYTES and "torch" in sys.modules else None,
         )
         try:
             if len(self._pairs):
