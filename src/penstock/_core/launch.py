@@ -51,7 +51,7 @@ PROBE_ROWS: Final = 64
 PROBE_ROWS_BYTES: Final = 2**20
 # Two measurements of the same worker differ, on a busy machine by a fifth.
 MEASURED_SLACK: Final = 1.25
-LOAD_SLACK_BYTES: Final = 2 * 2**20  # malloc may put the second load behind what the first one left
+LOAD_SLACK_BYTES: Final = 2 * 2**20  # and a sample: malloc may put the second load behind what the first one left
 
 # A batch that is collated may be larger than the first samples suggest; beyond this the slot grows.
 PACKED_SLACK: Final = 1.25
@@ -531,7 +531,7 @@ def _does_not_fit(request: Request, footprint: Footprint, *, kept: tuple[str, in
     """
     wider = dataclasses.replace(
         footprint,
-        load_bytes=int(footprint.load_bytes * MEASURED_SLACK) + LOAD_SLACK_BYTES,
+        load_bytes=int(footprint.load_bytes * MEASURED_SLACK) + sum(footprint.leaf_row_bytes) + LOAD_SLACK_BYTES,
         process_bytes=int(footprint.process_bytes * MEASURED_SLACK),
         template_bytes=int(footprint.template_bytes * MEASURED_SLACK),
     )
