@@ -38,7 +38,7 @@ def test_a_feed_never_takes_more_than_its_budget(name: str, folder: Path) -> Non
     assert said["expected"] in (None, said["samples"])
     assert said["planned"] <= budget
     # stats tell the truth, within what sampling every few milliseconds can tell.
-    assert said["peak_bytes"] == pytest.approx(measured.peak, rel=0.15)
+    assert said["peak_bytes"] == pytest.approx(measured.peak, rel=0.3 if name in cases.ESTIMATED else 0.15)
 
 
 @pytest.mark.skipif(not outside.can_limit(), reason="memory cgroups cannot be made here")
