@@ -43,6 +43,7 @@ class Kept:
         self._collects = False
         self._grown = self._swung = self._looks = 0
         self._loads = self._seen = 0
+        self._warm = False
         self._waited_s = self._busy_s = 0.0
         self.spent_s = 0.0
         """Time that went into looking."""
@@ -61,6 +62,9 @@ class Kept:
 
     def end(self, loads: int, worked_s: float) -> None:
         """It has waited; so many loads are done by now, which took ``worked_s``."""
+        if not self._threads and not self._warm:
+            self._warm = True  # samples that the probe left: nobody loads them again
+            return
         self._loads += loads
         self._busy_s += worked_s
         if self._before is None or self._heap is None:
