@@ -212,6 +212,58 @@ def test_arrays_that_were_kept_are_told_of_when_they_are_in_the_way() -> None:
         assert (x == 1).all()
 
 
+def test_a_request_waits_for_arrays_that_another_thread_will_let_go_of() -> None:
+    place = Place("numpy", memory="1 MiB")
+    over, leave = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with place(ones(700)) as kept:
+            pass
+        over.set()
+        leave.wait()
+        assert (kept == 1).all()
+
+    def second() -> None:
+        with place(ones(700) * 2) as x:
+            given.append(float(x.max()))
+
+    given: list[float] = []
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    over.wait()
+    threads[1].start()
+    while not place._waiting:
+        time.sleep(0.001)
+    leave.set()
+    for thread in threads:
+        thread.join()
+    assert given == [2.0]
+
+
+def test_two_threads_that_keep_what_the_other_needs_do_not_wait_for_each_other() -> None:
+    place = Place("numpy", memory="1.75 MiB")
+    both = threading.Barrier(2)
+    ends: list[str] = []
+
+    def ask() -> None:
+        with place(ones(400)) as kept:
+            pass
+        both.wait()
+        try:
+            with place(ones(700)) as x:
+                ends.append(f"got {x.sum():.0f}")
+        except PlaceFull:
+            ends.append("refused")
+        assert (kept == 1).all()
+
+    threads = [threading.Thread(target=ask), threading.Thread(target=ask)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(ends) == [f"got {700 * 256}", "refused"]
+
+
 def test_memory_of_other_sizes_makes_way() -> None:
     """Many small blocks fill the budget; one large request gets them all, and the next small one uses the large."""
     place = Place("numpy", memory="1 MiB")

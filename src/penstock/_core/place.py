@@ -88,6 +88,8 @@ class Place:
         self._changed = threading.Condition(threading.Lock())
         self._copying = threading.Lock()  # one way to the device, one copy at a time
         self._holders: dict[int, int] = {}  # requests that are open: id -> thread
+        self._lent: dict[Block, int] = {}  # blocks, some of requests that are over and whose arrays are kept -> thread
+        self._waiting: set[int] = set()  # threads that wait for others
         self._requests = self._waits = self._refused = 0
 
     def __repr__(self) -> str:
@@ -170,27 +172,41 @@ class Place:
         me, waited = threading.get_ident(), False
         with self._changed:
             while True:
-                if (blocks := self._try(classes)) is not None:
+                if (blocks := self._try(classes, again=waited)) is not None:
                     self._requests += 1
                     self._waits += waited
                     self._holders[id(request)] = me
+                    self._lent.update(dict.fromkeys(blocks, me))
                     return blocks
-                others = any(thread != me for thread in self._holders.values())
+                others = self._others(me)
                 left = LOOK_S if until is None else min(LOOK_S, until - time.monotonic())
                 if self._when_full == "raise" or left <= 0 or not (others or until is not None):
                     self._refused += 1
                     raise self._full(need)
                 waited = True
-                self._changed.wait(left)
+                self._waiting.add(me)
+                try:
+                    self._changed.wait(left)
+                finally:
+                    self._waiting.remove(me)
 
-    def _try(self, classes: list[int]) -> list[Block] | None:
+    def _try(self, classes: list[int], *, again: bool) -> list[Block] | None:
         for settle in (_nothing, self._device.settle, gc.collect):
             settle()
             if (blocks := self._pool.take(classes)) is not None:
                 return blocks
-            if self._holders:  # not for garbage that may be there, while others are at work
-                break
+            if self._holders or (again and settle is self._device.settle):
+                break  # not for garbage that may be there, while others are at work, nor again and again
         return None
+
+    def _others(self, me: int) -> bool:
+        """Whether another thread has a request, or a name for an array of one, and will let go of it when it goes on.
+
+        Not one that waits itself: two that keep what the other needs would wait for ever.
+        """
+        going = {thread.ident for thread in threading.enumerate()} - self._waiting - {me}
+        lent = [*self._holders.values(), *list(self._lent.values())]  # copied at once: blocks come back at any time
+        return any(thread in going for thread in lent)
 
     def _full(self, need: int) -> PlaceFull:
         mine = sum(thread == threading.get_ident() for thread in self._holders.values())
@@ -204,6 +220,7 @@ class Place:
         )
 
     def _give_back(self, block: Block) -> None:
+        self._lent.pop(block, None)
         self._pool.give_back(block)
 
     def _ended(self, request: Request) -> None:
