@@ -53,6 +53,9 @@ PROBE_ROWS_BYTES: Final = 2**20
 MEASURED_SLACK: Final = 1.25
 LOAD_SLACK_BYTES: Final = 2 * 2**20  # and a sample: malloc may put the second load behind what the first one left
 
+# Of what the plan leaves, a process that only waits takes this part at most: workers may need the rest.
+SPARE_LEAVES: Final = 3
+
 # A batch that is collated may be larger than the first samples suggest; beyond this the slot grows.
 PACKED_SLACK: Final = 1.25
 # The items of a shuffle window stay in this process: an eighth of the budget, whatever the number of workers, so that
@@ -129,6 +132,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             stats.peak_bytes = max(stats.peak_bytes, _peak_bytes(crew))
             crew.close()
             crew = ThreadCrew(program)
+        plan, spares = _with_spare(plan, probe) if getattr(crew, "starts_slowly", False) else (plan, False)
         # What the plan leaves is given to those who may turn out to need more: workers whose loads differ, and half of
         # it to slots whose batches do.
         spare = plan.free_bytes // 2 if program.collate is not None else 0
@@ -153,7 +157,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
         # A worker that collates holds the samples of a batch and the result.
         load_bytes = probe.load_bytes - held + (2 * plan.batch_bytes if program.mode is Mode.WHOLE else 0)
         kept = None if engine.cache is None else engine.cache.form
-        crew.start(Setup(probe.spec, rows, plan.workers, max(0, growth), load_bytes, kept, held))
+        crew.start(Setup(probe.spec, rows, plan.workers, max(0, growth), load_bytes, kept, held, spares))
         delivery = _delivery(options, program, plan, probe, engine.cache)
         if delivery is not None:
             plan = dataclasses.replace(plan, notes=(*plan.notes, *delivery.pin(engine.addresses())))
@@ -166,6 +170,20 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             crew.close()
         raise
     return Launched(options, engine, plan, program, layout, planner.cut(plan), delivery)
+
+
+def _with_spare(plan: Plan, probe: Probe) -> tuple[Plan, bool]:
+    """The plan with one more process, that waits to take the place of a worker, if what is left is enough for it."""
+    size = int(probe.process_bytes * MEASURED_SLACK)
+    if plan.free_bytes < SPARE_LEAVES * size:
+        return plan, False
+    note = f"one more process of {format_bytes(size)} is kept ready: a fresh interpreter takes a while to start"
+    return dataclasses.replace(
+        plan,
+        template_bytes=plan.template_bytes + size,
+        total_bytes=plan.total_bytes + size,
+        notes=(*plan.notes, note),
+    ), True
 
 
 def _delivery(options: Options, program: Program, plan: Plan, probe: Probe, cache: Store | None) -> Delivery | None:

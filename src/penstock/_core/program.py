@@ -219,6 +219,8 @@ class Setup:
     """Where samples are kept, if they are."""
     held_bytes: int = 0
     """What a source's reader keeps of that from task to task."""
+    spare: bool = False
+    """Whether there is room for one more process that waits to take the place of a worker."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ and the kernel takes the workers with it.
 
 Start methods differ only here: "forkserver" (the default) starts the template as a fresh interpreter and forks
 workers from it; "fork" forks the template from the parent itself; "spawn" has it start a fresh interpreter for
-each worker.
+each worker. That takes a while, so where the plan has room for it one more is started and waits until it is needed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from typing import Any, Final
 
 from penstock._core import machine
 from penstock._core.arena import CONTROL_BYTES
-from penstock._core.channel import Channel
+from penstock._core.channel import Channel, pair
 from penstock._core.overdue import RECORD, RECORD_BYTES, Overdue
 from penstock._core.stacks import ASK
 from penstock._core.wire import Notice, encode_notice
 
-__all__ = ["born", "serve", "start_interpreter"]
+__all__ = ["SPARE", "born", "serve", "start_interpreter"]
 
 GRACE_S: Final = 0.2  # for workers to end by themselves when the crew is closed; a load in progress is killed
+SPARE: Final = -1  # the number of a worker that has none yet
+SPARE_AFTER_S: Final = 0.5  # not while the first batches are waited for; many a feed is over by then
+MOST_LOSSES: Final = 3
 ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -134,6 +137,7 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
     gc.collect()
     gc.freeze()
     children: dict[int, tuple[int, int]] = {}  # pidfd -> worker, pid
+    spares = _Spares(birth, tasks, replies)
     poller = select.poll()
     poller.register(orders, select.POLLIN)
     poller.register(parent, select.POLLIN)
@@ -146,18 +150,35 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
     watch = _Watch(birth["timeout"], birth["arena"]) if birth["timeout"] is not None else None
     ended_for: dict[int, tuple[int, int]] = {}  # pid -> what it was late with
 
+    def prepare() -> None:
+        if (pidfd := spares.start()) is not None:
+            poller.register(pidfd, select.POLLIN)
+            tell(Notice.SPARE, spares.pid)
+
     def reap(pidfd: int) -> None:
         number, pid = children.pop(pidfd)
         poller.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
+        if number == SPARE:
+            return
         tell(Notice.EXIT, number, pid, os.waitstatus_to_exitcode(status), *ended_for.pop(pid, (-1, -1)))
 
     running = True
     while running:
-        for fd, _ in poller.poll(None if watch is None else watch.look(children, ended_for) * 1000):
+        if spares.begin_s is not None and time.monotonic() >= spares.begin_s:
+            spares.begin_s, spares.wanted = None, True
+            prepare()
+        waits_s = [] if watch is None else [watch.look(children, ended_for)]
+        if spares.begin_s is not None:
+            waits_s.append(max(0.0, spares.begin_s - time.monotonic()))
+        for fd, _ in poller.poll(min(waits_s) * 1000 if waits_s else None):
             if fd in children:
                 reap(fd)
+            elif fd == spares.pidfd:
+                children[fd] = (SPARE, spares.lost())
+                reap(fd)
+                prepare()
             elif fd == parent:
                 running = False
             elif fd == orders.fileno():
@@ -178,16 +199,23 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
                     try:
                         if own is None:  # there was no room for it
                             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                        pid, pidfd = _make(worker, program, birth, number, tasks, replies, own, shut)
+                        made = spares.take(number, own)
+                        pid, pidfd = made or _make(worker, program, birth, number, tasks, replies, own, shut)
                     except OSError as error:
                         _refused(orders, error)
                     else:
                         children[pidfd] = (number, pid)
                         poller.register(pidfd, select.POLLIN)
                         tell(Notice.MADE, number, pid)
+                        prepare()
                     if own is not None:
                         os.close(own)
+                elif word == "prepare":
+                    spares.begin_s = time.monotonic() + SPARE_AFTER_S
     # From here on only the children matter.
+    if (pidfd := spares.pidfd) is not None:
+        children[pidfd] = (SPARE, spares.lost())
+        os.kill(spares.pid, signal.SIGKILL)  # it has done nothing yet, and may be busy with its imports
     poller = select.poll()
     for pidfd in children:
         poller.register(pidfd, select.POLLIN)
@@ -202,6 +230,55 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
                 os.kill(pid, signal.SIGKILL)
         for fd, _ in poller.poll(None if killed else left_s * 1000):
             reap(fd)
+
+
+class _Spares:
+    """One interpreter more than there are workers, which has imported everything and waits to be told who it is."""
+
+    def __init__(self, birth: dict[str, Any], tasks: Channel, replies: Channel) -> None:
+        self.begin_s: float | None = None
+        self.wanted = False
+        self.pid = 0
+        self.pidfd: int | None = None
+        self._birth = birth
+        self._fds = (tasks.fileno(), replies.fileno())
+        self._call: Channel | None = None
+        self._losses = 0
+
+    def start(self) -> int | None:
+        """Have one, if that is wanted and there is none: its pidfd. Nobody needs it as yet, so that it may fail."""
+        if not self.wanted or self.pidfd is not None:
+            return None
+        try:
+            ours, theirs = pair()
+            with contextlib.closing(theirs):
+                self.pid, self.pidfd = _interpreter(self._birth, SPARE, *self._fds, theirs.fileno())
+        except OSError:
+            self.wanted = False
+            return None
+        self._call = ours
+        return self.pidfd
+
+    def take(self, number: int, own: int) -> tuple[int, int] | None:
+        """Make it this worker: its pid and pidfd, or None if there is none."""
+        if self.pidfd is None or self._call is None:
+            return None
+        try:
+            self._call.send_with_fd(str(number).encode(), own)
+        except OSError:  # it has died: told by its pidfd
+            return None
+        self._losses = 0
+        pidfd = self.pidfd
+        return self.lost(), pidfd
+
+    def lost(self) -> int:
+        """It is none any more: its pid. One that dies again and again while it waits is not worth more."""
+        self._losses += 1
+        self.wanted = self.wanted and self._losses < MOST_LOSSES
+        if self._call is not None:
+            self._call.close()
+        self._call = self.pidfd = None
+        return self.pid
 
 
 class _Watch:
@@ -236,20 +313,7 @@ def _make(
 ) -> tuple[int, int]:
     """Make one worker; its pid, and a pidfd."""
     if not birth["fork"]:
-        keep = (birth["arena"], birth["stacks"], tasks.fileno(), replies.fileno(), own)
-        arguments = {
-            "program": birth["program"],
-            "parent": os.getpid(),
-            "worker": number,
-            "arena": birth["arena"],
-            "stacks": birth["stacks"],
-            "tasks": tasks.fileno(),
-            "replies": replies.fileno(),
-            "own": own,
-        }
-        process = start_interpreter("penstock._core.worker", arguments, keep)
-        process.returncode = 0  # reaped by pidfd here; this keeps Popen from waiting for it too
-        return process.pid, _watched(process.pid)
+        return _interpreter(birth, number, tasks.fileno(), replies.fileno(), own)
     me = os.getpid()
     pid = os.fork()
     if pid:
@@ -272,6 +336,24 @@ def _make(
     finally:
         worker.leave(code)
     raise AssertionError
+
+
+def _interpreter(birth: dict[str, Any], number: int, tasks: int, replies: int, own: int) -> tuple[int, int]:
+    """Make one that shares nothing with this process; its pid, and a pidfd."""
+    arguments = {
+        "program": birth["program"],
+        "parent": os.getpid(),
+        "worker": number,
+        "arena": birth["arena"],
+        "stacks": birth["stacks"],
+        "tasks": tasks,
+        "replies": replies,
+        "own": own,
+    }
+    keep = (birth["arena"], birth["stacks"], tasks, replies, own)
+    process = start_interpreter("penstock._core.worker", arguments, keep)
+    process.returncode = 0  # reaped by pidfd here; this keeps Popen from waiting for it too
+    return process.pid, _watched(process.pid)
 
 
 def _watched(pid: int) -> int:

@@ -161,6 +161,8 @@ class Notice(enum.IntEnum):
     """The number of the system's error: a worker cannot be made."""
     ABSENT = 5
     """None; the error for which there can be no worker at all, and its traceback, follow as a pickle."""
+    SPARE = 6
+    """The pid of a process that waits to be a worker."""
 
 
 def encode_notice(notice: Notice, *numbers: int, body: Any = None) -> bytes:

@@ -269,17 +269,24 @@ def born(birth: dict[str, Any]) -> None:
     die_with(birth["parent"])  # before anything of the user's is imported, which may take long
     sys.argv = birth["argv"]
     tasks, replies, own = (Channel(socket.socket(fileno=birth[key])) for key in ("tasks", "replies", "own"))
-    code, fds = 1, Fds(birth["arena"], birth["stacks"])
+    code, fds, number = 1, Fds(birth["arena"], birth["stacks"]), birth["worker"]
     try:
         try:
             program = pickle.loads(birth["program"])
         except BaseException as error:  # noqa: BLE001 - the user gets to see it, a module that calls sys.exit() too
-            replies.send(encode_reply(Reply(0, birth["worker"], Status.ABSENT, body=failure_of(error, 0, None))))
+            if number >= 0:
+                replies.send(encode_reply(Reply(0, number, Status.ABSENT, body=failure_of(error, 0, None))))
             return
-        run(program, birth["worker"], birth["parent"], fds, tasks, replies, own)
+        if number < 0:  # not needed yet: who it is to be comes with the channel of its own
+            call, (told, fd) = own, own.receive_with_fd()
+            call.close()
+            if fd is None:
+                return
+            number, own = int(told), Channel(socket.socket(fileno=fd))
+        run(program, number, birth["parent"], fds, tasks, replies, own)
         code = 0
     except (SystemExit, KeyboardInterrupt) as leaving:
-        last_words(fds, birth["worker"], leaving)
+        last_words(fds, number, leaving)
         code = exit_code(leaving)
     except ConnectionError:
         pass  # the parent is gone: nobody is left to tell

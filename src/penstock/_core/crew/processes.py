@@ -94,6 +94,7 @@ class ProcessCrew:
         self._template_pid = 0
         self._template_fd = -1
         self._has_made = False
+        self._spare = (False, 0)  # whether one is wanted, its pid
         self._orders: Channel | None = None
         self._broken: PenstockError | None = None
         self._closed = False
@@ -121,6 +122,8 @@ class ProcessCrew:
         try:
             for number in range(1, setup.workers):
                 self._make(number)
+            self._spare = (setup.spare, 0)
+            self._prepare()
         except OSError as error:
             raise self._break(error) from error
 
@@ -206,8 +209,14 @@ class ProcessCrew:
         return replies
 
     def pids(self) -> list[int]:
-        """The template and its workers."""
-        return [self._template_pid, *self._pids.values()] if self._template_fd >= 0 else []
+        """The template, its workers, and one that waits to be one."""
+        spare = [pid for pid in self._spare[1:] if pid and pid not in self._pids.values()]
+        return [self._template_pid, *self._pids.values(), *spare] if self._template_fd >= 0 else []
+
+    @property
+    def starts_slowly(self) -> bool:
+        """Whether a new worker is a fresh interpreter, so that it is worth having one ready."""
+        return self._method == "spawn"
 
     def busy(self) -> list[Busy]:
         """What each worker is at, by its record."""
@@ -346,6 +355,12 @@ class ProcessCrew:
             self._orders.send_with_fd(pickle.dumps(("make", number)), theirs.fileno())
         theirs.close()
 
+    def _prepare(self) -> None:
+        """Have the template make one more than is needed now, where there is room for it."""
+        if self._spare[0] and self._orders is not None:
+            with contextlib.suppress(OSError):  # the template died: told by its pidfd
+                self._orders.send_with_fd(pickle.dumps(("prepare",)))
+
     def _send_probe(self) -> None:
         with contextlib.suppress(OSError):  # it died: told by the template, and the next worker gets it
             self._owns[0].send(pickle.dumps(("probe", encode_task(self._outstanding[PROBE]))))
@@ -454,6 +469,8 @@ class ProcessCrew:
             elif notice is Notice.MADE:
                 self._pids[one] = two
                 self._has_made = True
+            elif notice is Notice.SPARE:
+                self._spare = (self._spare[0], one)
             elif notice is Notice.ABSENT:
                 raise cannot_start(*body)
             elif notice is Notice.REFUSED:
@@ -584,15 +601,19 @@ class ProcessCrew:
         code = self._reap_template(None)
         self._read_replies()
         self._forget_template()
-        _wait_until_gone(list(self._pids.values()))
+        _wait_until_gone([*self._pids.values(), *filter(None, self._spare[1:])])
         self._read_replies()
         self._deaths.fruitless += 1
         # One that ends by itself before it made anybody would do so again; one that was killed may not be to blame.
         if (not self._has_made and code >= 0) or self._deaths.fruitless > FRUITLESS_DEATHS:
-            self._broken = WorkerLost(
-                f"the process that makes workers died with {manner(code)} before it could: see what it printed above",
-                exitcode=code,
-            )
+            told = f"the process that makes workers died with {manner(code)} before it could: see what it printed above"
+            if self._has_made:
+                told = (
+                    f"the process that makes workers died {self._deaths.fruitless} times before anything was finished, "
+                    f"the last time with {manner(code)}: find out who ends it (the system, when memory is short), or "
+                    'load without it: executor="thread" or num_workers=0'
+                )
+            self._broken = WorkerLost(told, exitcode=code)
             raise self._broken
         numbers = sorted(self._owns)
         self._pids.clear()
@@ -612,6 +633,8 @@ class ProcessCrew:
         self._open_template()
         for number in numbers:
             self._make(number)
+        self._spare = (self._spare[0], 0)
+        self._prepare()
 
 
 def _joined(earlier: Reply | None, later: Reply) -> Reply:
