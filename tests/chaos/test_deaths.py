@@ -910,8 +910,12 @@ def test_a_worker_stuck_in_c_is_ended_with_the_feed() -> None:
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 @pytest.mark.parametrize(
     ("leave", "words"),
-    [("sys.exit('no more')", "SystemExit: no more"), ("raise KeyboardInterrupt", "KeyboardInterrupt")],
-    ids=["exit", "interrupt"],
+    [
+        ("sys.exit('no more')", "SystemExit: no more"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise GeneratorExit", "GeneratorExit"),
+    ],
+    ids=["exit", "interrupt", "generator"],
 )
 def test_a_load_that_leaves_is_quoted_and_prints_nothing(leave: str, words: str, method: str, tmp_path: Path) -> None:
     """What sys.exit was given is the reason, and three tracebacks of workers would hide the one that matters."""

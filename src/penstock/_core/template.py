@@ -326,13 +326,13 @@ def _make(
         mine = Channel(socket.socket(fileno=own))  # held by a name until the end: with -W error a lost one is told
         worker.run(program, number, me, fds, tasks, replies, mine)
         code = 0
-    except (SystemExit, KeyboardInterrupt) as leaving:
-        worker.last_words(fds, number, leaving)
-        code = worker.exit_code(leaving)
     except ConnectionError:
         pass  # the parent is gone: nobody is left to tell
-    except BaseException:  # noqa: BLE001 - this process ends here, and nobody else could print it
+    except Exception:  # noqa: BLE001 - this process ends here, and nobody else could print it
         traceback.print_exc()
+    except BaseException as leaving:  # noqa: BLE001 - the parent tells it
+        worker.last_words(fds, number, leaving)
+        code = worker.exit_code(leaving)
     finally:
         worker.leave(code)
     raise AssertionError

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -252,14 +253,14 @@ def leave(code: int) -> None:
 
 
 def last_words(fds: Fds, worker: int, error: BaseException) -> None:
-    """Leave word why this process ends, where it is not our doing: ``sys.exit("why")``, KeyboardInterrupt."""
+    """Leave word why this process ends, where it is not our doing: ``sys.exit("why")``, KeyboardInterrupt and such."""
     if not isinstance(error, SystemExit) or isinstance(error.code, str):
         leave_words(fds.stacks, worker, said(error))
 
 
-def exit_code(leaving: SystemExit | KeyboardInterrupt) -> int:
+def exit_code(leaving: BaseException) -> int:
     """The code with which Python would end."""
-    if isinstance(leaving, KeyboardInterrupt):
+    if not isinstance(leaving, SystemExit):
         return 1
     return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
 
@@ -285,11 +286,13 @@ def born(birth: dict[str, Any]) -> None:
             number, own = int(told), Channel(socket.socket(fileno=fd))
         run(program, number, birth["parent"], fds, tasks, replies, own)
         code = 0
-    except (SystemExit, KeyboardInterrupt) as leaving:
-        last_words(fds, number, leaving)
-        code = exit_code(leaving)
     except ConnectionError:
         pass  # the parent is gone: nobody is left to tell
+    except Exception:  # noqa: BLE001 - this process ends here, and nobody else could print it
+        traceback.print_exc()
+    except BaseException as leaving:  # noqa: BLE001 - the parent tells it
+        last_words(fds, number, leaving)
+        code = exit_code(leaving)
     finally:
         leave(code)
 
