@@ -65,6 +65,25 @@ def load_80k(i: int) -> Any:
     return np.full((20_000,), float(i), np.float32)
 
 
+def load_all_but_one(i: int) -> Any:
+    if i == 100:
+        raise ValueError(i)
+    return np.full(MiB(1) // 8, float(i))
+
+
+def load_some(i: int) -> Iterator[Any]:
+    for k in range(i % 7):
+        yield np.full(MiB(1) // 8, float(10 * i + k))
+
+
+def load_twice(i: int) -> Any:
+    return np.full(MiB(2) // 8, float(i)).astype(np.float32)
+
+
+def load_text(i: int) -> str:
+    return "x" * (100 if i < 500 else 300_000)
+
+
 @dataclasses.dataclass
 class Record:
     number: int
@@ -172,6 +191,28 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], dict[str, Any]]] = {
         lambda f: (range(4000), load_80k),
         {"batch_size": "max", "num_workers": 1},
     ),
+    # What comes after an item that is left out is put together in the consumer's process.
+    "the largest batch without an item": (
+        MiB(96),
+        lambda f: (range(800), load_all_but_one),
+        {"batch_size": "max", "num_workers": 1, "on_error": "skip"},
+    ),
+    "the largest batch of any number of samples": (
+        MiB(96),
+        lambda f: (range(300), load_some),
+        {"batch_size": "max", "num_workers": 1, "samples_per_item": None},
+    ),
+    "the largest batch by threads": (
+        MiB(128),
+        lambda f: (range(300), load_twice),
+        {"batch_size": "max", "num_workers": 3, "executor": "thread"},
+    ),
+    # Many small batches share a slot, and their texts are small at first.
+    "texts that become large": (
+        MiB(64),
+        lambda f: (range(3000), load_text),
+        {"batch_size": 32, "num_workers": 0},
+    ),
     "spawn": (
         MiB(256),
         lambda f: (range(1500), load_192k),
@@ -186,6 +227,7 @@ def main() -> None:
     epochs, take = keywords.pop("epochs", 1), keywords.pop("take", None)
     items, load = make(folder)
     count = len(items) if hasattr(items, "__len__") else STREAMED
+    count = {load_all_but_one: count - 1, load_some: sum(i % 7 for i in range(300))}.get(load, count)
     warnings.simplefilter("error")
     print("base", flush=True)
     sys.stdin.readline()

@@ -59,7 +59,20 @@ def can_limit() -> bool:
 
 def tree_bytes(pid: int) -> int:
     """PSS of a process and all below it."""
-    return sum(machine.pss_bytes(p) for p in (pid, *machine.tree(pid)))
+    below = machine.tree(pid)
+    size = sum(machine.pss_bytes(p) for p in (pid, *below))
+    if any(_command(p) == _command(pid) for p in below):
+        # For an instant between vfork and exec a child is its parent, and would be counted as if it were another.
+        time.sleep(SAMPLE_S)
+        size = min(size, sum(machine.pss_bytes(p) for p in (pid, *machine.tree(pid))))
+    return size
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def start(name: str, folder: Path) -> subprocess.Popen[str]:

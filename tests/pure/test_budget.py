@@ -67,6 +67,13 @@ def test_nothing_at_all_is_no_budget(size: Any) -> None:
         parse_size(size, available=AVAILABLE)
 
 
+@pytest.mark.parametrize("size", [2**70, "1e30 GiB", 2**63])
+def test_more_than_there_can_be_is_no_budget(size: Any) -> None:
+    """The system could not even be told such a limit."""
+    with pytest.raises(ValueError, match="more than any machine has: give bytes"):
+        parse_size(size, available=AVAILABLE)
+
+
 @pytest.mark.parametrize("size", [None, True, False, b"2 GiB", [1], 1j])
 def test_other_types_are_refused(size: Any) -> None:
     """True is an int to Python, but not to a person."""

@@ -55,6 +55,7 @@ def requests(batch_size: st.SearchStrategy[Any] = batch_sizes) -> st.SearchStrat
         cores=st.integers(1, 70),
         whole=st.booleans(),
         staged=st.booleans(),
+        pieced=st.booleans(),
         length=st.one_of(st.none(), st.integers(0, 20), st.integers(0, 10**9)),
         cache=st.booleans(),
         groups=st.booleans(),

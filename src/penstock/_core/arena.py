@@ -13,6 +13,8 @@ import mmap
 import os
 from typing import Any, Final, Protocol
 
+import numpy as np
+
 from penstock._core.layout import PAGE
 
 __all__ = ["CONTROL_BYTES", "AnyArena", "Arena", "can_share"]
@@ -41,6 +43,7 @@ class Arena:
 
     def __init__(self, *, shared: bool, fd: int | None = None) -> None:
         self._windows: list[tuple[int, int, mmap.mmap]] = []  # start, end, mapping
+        self._resident: list[int] = []  # of each window of private memory, when last looked at
         self._owner = fd is None
         if shared and fd is None:
             import fcntl  # here, because Windows has none and needs the rest of this file
@@ -83,10 +86,17 @@ class Arena:
         elif hasattr(mmap, "MADV_REMOVE"):  # not DONTNEED, which keeps what is in a mapping that could be shared
             mapping, start = self.window(offset, size)
             mapping.madvise(mmap.MADV_REMOVE, start, size)
+            self._resident.clear()
 
     def resident_bytes(self) -> int:
-        """Memory that the arena really takes; private memory is counted in full once there."""
-        return self.size if self.fd is None else os.fstat(self.fd).st_blocks * 512
+        """Memory that the arena really takes: what was never touched is not there."""
+        if self.fd is not None:
+            return os.fstat(self.fd).st_blocks * 512
+        self._resident += [0] * (len(self._windows) - len(self._resident))
+        for number, (start, end, mapping) in enumerate(self._windows):
+            if self._resident[number] < end - start:  # what is all there stays there, unless it is discarded
+                self._resident[number] = _resident_bytes(mapping)
+        return sum(self._resident)
 
     def close(self) -> None:
         """Forget the memory; it is given back when the last batch over it is gone."""
@@ -94,6 +104,19 @@ class Arena:
         if self.fd is not None and self._owner:
             os.close(self.fd)
             self.fd = None
+
+
+def _resident_bytes(mapping: mmap.mmap) -> int:
+    """How much of a mapping is in memory; all of it where the system cannot tell."""
+    size = len(mapping)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "mincore"):
+        return size
+    pages = ctypes.create_string_buffer(-(-size // PAGE))
+    at = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    if libc.mincore(ctypes.c_void_p(at), ctypes.c_size_t(size), pages) != 0:
+        return size
+    return min(size, int(np.count_nonzero(np.frombuffer(pages.raw, np.uint8) & 1)) * PAGE)
 
 
 def _punch(fd: int, offset: int, size: int) -> None:

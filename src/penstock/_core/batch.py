@@ -132,47 +132,49 @@ def nbytes_of(leaves: Sequence[Any]) -> int:
 
 
 class Assembler:
-    """Cuts batches of any size from pieces of any size, by copying.
+    """Puts batches together from pieces of any size, by copying.
 
     For what cannot be given its place beforehand: items with any number of samples, and everything after an item that
-    was skipped. A piece is a list of leaves, each an array of rows or a list of values.
+    was skipped. A piece is a list of leaves, each an array of rows or a list of values; its rows go straight to where
+    they are handed out.
     """
 
     def __init__(self) -> None:
-        self._pieces: list[list[Any]] = []
+        self._batches: deque[tuple[list[Any], int]] = deque()  # leaves, how many rows they have by now
         self._held = 0
 
     def __len__(self) -> int:
         return self._held
 
-    def add(self, leaves: list[Any], rows: int) -> None:
-        """Take these rows (copied already, or lists)."""
-        if rows:
-            self._pieces.append(leaves)
-            self._held += rows
+    @property
+    def nbytes(self) -> int:
+        """Memory of the batches that are here, full or not."""
+        return sum(nbytes_of(leaves) for leaves, _ in self._batches)
 
-    def cut(self, rows: int) -> list[Any]:
-        """The leaves of the next ``rows`` rows."""
-        parts: list[list[Any]] = []
-        wanted = rows
-        while wanted:
-            piece = self._pieces[0]
-            size = len(piece[0])
-            if size <= wanted:
-                parts.append(self._pieces.pop(0))
-                wanted -= size
-            else:
-                parts.append([leaf[:wanted] for leaf in piece])
-                self._pieces[0] = [leaf[wanted:] for leaf in piece]
-                wanted = 0
+    def add(self, leaves: list[Any], chosen: Sequence[int] | None, rows: int, size: int) -> None:
+        """Copy these rows, or the ``chosen`` ones of them, into batches of ``size`` rows."""
+        at, rows = 0, rows if chosen is None else len(chosen)
+        self._held += rows
+        while at < rows:
+            if not self._batches or self._batches[-1][1] == size:
+                self._batches.append(([_room(leaf, size) for leaf in leaves], 0))
+            batch, filled = self._batches[-1]
+            taken = min(rows - at, size - filled)
+            part = slice(at, at + taken) if chosen is None else chosen[at : at + taken]
+            for there, leaf in zip(batch, leaves, strict=True):
+                if isinstance(leaf, list):
+                    there.extend(leaf[part] if isinstance(part, slice) else [leaf[i] for i in part])
+                else:
+                    there[filled : filled + taken] = leaf[part]
+            self._batches[-1] = (batch, filled + taken)
+            at += taken
+
+    def cut(self) -> list[Any]:
+        """The leaves of the next batch; of the last one so many rows as there are."""
+        leaves, rows = self._batches.popleft()
         self._held -= rows
-        return [_join([part[i] for part in parts]) for i in range(len(parts[0]))]
+        return [leaf if len(leaf) == rows else leaf[:rows].copy() for leaf in leaves]
 
 
-def _join(parts: list[Any]) -> Any:
-    if isinstance(parts[0], list):
-        return [value for part in parts for value in part]
-    if len(parts) == 1:
-        # A piece of a larger one would keep all of it alive.
-        return parts[0] if parts[0].base is None else parts[0].copy()
-    return np.concatenate(parts)
+def _room(leaf: Any, rows: int) -> Any:
+    return [] if isinstance(leaf, list) else np.empty((rows, *leaf.shape[1:]), leaf.dtype)

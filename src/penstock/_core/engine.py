@@ -16,6 +16,7 @@ import dataclasses
 import math
 import mmap
 import os
+import sys
 import time
 import warnings
 import weakref
@@ -29,7 +30,7 @@ import numpy.typing as npt
 
 from penstock._core import machine
 from penstock._core.arena import AnyArena
-from penstock._core.batch import Lease, Leases
+from penstock._core.batch import Lease, Leases, Texts
 from penstock._core.budget import MiB, format_bytes
 from penstock._core.cache import Store
 from penstock._core.cache_device import DeviceStore, Origin
@@ -52,7 +53,7 @@ from penstock._core.ledger import Ledger, State
 from penstock._core.line_reader import Scatter, Stretch
 from penstock._core.order import Mixing
 from penstock._core.patience import Patience, SlowLoad, users_level
-from penstock._core.plan import GROUP_S, Plan
+from penstock._core.plan import GROUP_S, PARENT_BYTES, Plan, thread_slack
 from penstock._core.program import Probe
 from penstock._core.regions import Regions
 from penstock._core.section import Section
@@ -80,6 +81,7 @@ COPY_TASK_BYTES: Final = 4 * 2**20  # the same for samples that only have to be 
 # Copying a batch of this size takes about as long as telling a worker to, and being told that it was done.
 NEAR_BYTES: Final = 256 * 2**10
 COPY_S: Final = 1 / 4e9  # seconds a byte, until it is measured
+LEAST_TEXT_BYTES: Final = 2**18  # of the texts of a task that do not fit into their cells
 # Slots that grew stay so until this many batches would have fitted into what was planned.
 SHRINK_AFTER: Final = 32
 MEASURE_S: Final = 0.1  # how often memory is looked at, at most
@@ -107,6 +109,8 @@ class Unit:
     open: int = 0
     """Tasks that are not accounted for."""
     failure: Failure | None = None
+    crowded: int = 0
+    """What texts of one of its tasks took beside the slot, where that was too much; it is cut up and done again."""
     seen_ordinal: int = -1
     seen: int = 0
     """Samples of the item at ``seen_ordinal`` that came in earlier chunks (FLOW)."""
@@ -123,6 +127,8 @@ class Chunk:
     failures: tuple[Failure, ...]
     counts: list[tuple[int, int]] | None = None
     ready: bool = False
+    text_bytes: int = 0
+    """What its texts take, which are not in the slot."""
     origin: Origin | None = None
     """Which of its samples are kept on the device: they are not in the slot, where the others stand in a row."""
 
@@ -141,6 +147,7 @@ class Engine:
         samples_per_item: int | None,
         probe: Probe,
         items_bytes: int = 0,
+        began_bytes: int = 0,
         held: Callable[[], int] = int,
         mixing: Mixing | None = None,
         cache: Callable[[AnyArena], Store | None] | None = None,
@@ -201,17 +208,36 @@ class Engine:
         self._away_s = 0.0
         self._patience = Patience()
         # What loads in this process hold at once; a worker process is measured instead.
-        self._inside_bytes = 0 if crew.pids() else max(1, plan.workers) * probe.sample_bytes
-        self._kept = None if crew.pids() else Kept(threads=plan.workers)
+        self._inside_bytes = 0
+        if not crew.pids():
+            each = max(probe.load_bytes, probe.sample_bytes)
+            self._inside_bytes = plan.workers * (each + thread_slack(each)) or each
+        self._samples_bytes = 0
+        """What the samples of a collated batch take, in the process that collates them."""
+        # Imports and books. What else has come since then is somebody else's.
+        self._launch_bytes = max(0, min(PARENT_BYTES, machine.anon_bytes(os.getpid()) - began_bytes))
+        self._kept = None if crew.pids() else Kept(threads=plan.workers, base=began_bytes)
         self._excess: str | None = None
         """What there is to say of memory that nothing can hold back; said once, outside of the lock."""
         self._excessive = False
+        self.beside_bytes = 0
+        """Batches that are put together in this process, in memory that is not the arena's."""
+        self._texts_most = 0
+        """The most that texts took since memory was looked at."""
+        self._most_texts = plan.free_bytes * 3 // 4
+        self._batch_texts = 0
+        """What the texts of one batch were seen to take."""
         self._measure_at_s = self._looked_at_s = 0.0
         self._measured_s = 0.0
         self._closed = False
         self._owner = os.getpid()
         self.run = 0
         """Counts iterations: an older one finds out here that it was replaced."""
+
+    @property
+    def text_bytes(self) -> int:
+        """What a task's texts may take beside its slot: they are there up to four times, on their way and as str."""
+        return max(LEAST_TEXT_BYTES, self._most_texts // 4)
 
     # ---- one iteration
 
@@ -442,7 +468,11 @@ class Engine:
         return [*last, *self._units]
 
     def _light(self) -> bool:
-        """Whether further items may be pulled from a stream, with those that are here already."""
+        """Whether more may be begun, with the items of a stream and the texts that are here already."""
+        if self._batch_texts and self._units:
+            ahead = sum(max(chunk.text_bytes, self._batch_texts) for unit in self._units for chunk in unit.chunks)
+            if ahead + 4 * self._batch_texts > self._most_texts:
+                return False
         if not self._weighs:
             return True
         weights = [unit.weight for unit in self._begun()]
@@ -605,6 +635,9 @@ class Engine:
             reply.failures = tuple(_moved(failure, part) for failure in reply.failures)
         if isinstance(reply.body, Failure):
             reply.body = _moved(reply.body, part)
+        if reply.status is Status.FAILED and reply.body.ordinal == Failure.TEXTS:
+            self._crowd(unit, reply)
+            return
         if reply.status is Status.FAILED:
             if unit.failure is None or reply.body.ordinal < unit.failure.ordinal:
                 unit.failure = reply.body
@@ -616,24 +649,71 @@ class Engine:
             self._row_s = 0.8 * self._row_s + 0.2 * reply.seconds / count
             batch_s = max(self._row_s, reply.seconds / count) * self.plan.batch_size / self._each
             self._together = max(1, min(2 * self._together, int(GROUP_S / batch_s) if batch_s > 0 else 1))
+            if self._batch_texts:
+                self._together = max(1, min(self._together, self.text_bytes // (2 * self._batch_texts)))
         self._finish(unit, chunk, reply, last=True)
 
     def _finish(self, unit: Unit, chunk: Chunk, reply: Reply, *, last: bool) -> None:
         if self.mode is Mode.ROWS:
             if reply.body:
                 chunk.body = (chunk.body or []) + reply.body
+                chunk.text_bytes += _text_bytes(reply.body)
+                rows = len(unit.indices) * self._each
+                share = chunk.text_bytes * self.plan.batch_size // rows
+                self._batch_texts = max(self._batch_texts * 15 // 16, share)
+                self._texts_most = max(self._texts_most, self._texts())
             chunk.failures += reply.failures
             chunk.rows = len(unit.indices) * self._each
         elif self.mode is Mode.WHOLE:
             chunk.body, chunk.rows = reply.body, reply.rows
-            if reply.body is not None and _end(reply.body) > self._regions.slot_bytes:
+            size = 0 if reply.body is None else _end(reply.body)
+            if size > self._regions.slot_bytes:
                 self._large_batch = max(self._large_batch, chunk.batch)
+            if self._kept is not None:
+                self._samples_bytes = max(self._samples_bytes, size)
         else:
             chunk.counts, chunk.body = reply.body if reply.body is not None else ([], None)
+            if isinstance(chunk.body, list):
+                chunk.text_bytes = _text_bytes(chunk.body)
             chunk.rows, chunk.failures = reply.rows, reply.failures
         self._account(reply.task)
         if not last:
             chunk.ready = True
+
+    def _crowd(self, unit: Unit, reply: Reply) -> None:
+        """Texts took more than there is room for: what shares the slot is done batch by batch, if there is any."""
+        self._account(reply.task)
+        size: int = reply.body.error.args[0]
+        unit.crowded = max(unit.crowded, size, 1)
+        if len(unit.indices) * self._each <= self.plan.batch_size and unit.failure is None:
+            unit.failure = Failure(0, self._texts_too_large(size), "")
+
+    def _cut_up(self, unit: Unit) -> None:
+        """Have a unit done again, each of its batches in a slot of its own."""
+        self._put_back_later_units()
+        self._units.clear()
+        self._drop(unit)
+        self._together = 1
+        self._batch_texts = max(self._batch_texts, self.text_bytes // 2)
+        size = self.plan.batch_size // self._each
+        for start in reversed(range(0, len(unit.indices), size)):
+            part = slice(start, start + size)
+            items = None if unit.items is None else unit.items[part]
+            skip = 0 if start else unit.skip
+            weight = unit.weight * len(unit.indices[part]) // len(unit.indices)
+            self._prepared.appendleft(
+                Unit(unit.epoch, unit.start + start, unit.indices[part], items, skip, unit.name, weight)
+            )
+
+    def _texts_too_large(self, size: int) -> BudgetError:
+        least = self.plan.memory + max(0, 8 * size - self._most_texts) * 4 // 3 + MiB(2)
+        found = f"took {format_bytes(size)} before it was over" if size else "found no room in the worker"
+        return BudgetError(
+            f"the texts of a batch, which are larger than the first ones, {found}, and the budget of "
+            f"{format_bytes(self.plan.memory)} has {format_bytes(self.text_bytes)} for them: give memory={least} or "
+            "more, or a smaller batch_size",
+            least=least,
+        )
 
     def _withdraw(self) -> None:
         for task in self.crew.withdraw():
@@ -738,6 +818,9 @@ class Engine:
     def _ready_head(self, epoch: int) -> tuple[Unit, Chunk] | None:
         while self._units and self._units[0].epoch == epoch:
             unit = self._units[0]
+            if unit.crowded and unit.failure is None and unit.open == 0:
+                self._cut_up(unit)
+                return None
             if unit.chunks:
                 chunk = unit.chunks[0]
                 self._last = unit
@@ -886,10 +969,13 @@ class Engine:
         stats = self.stats
         stats.cache_bytes, counted = (0, 0) if self.cache is None else self.cache.resident_bytes()
         stats.arena_bytes = max(0, self.crew.arena.resident_bytes() - counted)
-        stats.other_bytes = self._held() + sum(unit.weight for unit in self._begun())
+        begun = self._begun()
+        texts, self._texts_most = max(self._texts_most, self._texts()), 0
+        stats.other_bytes = self._held() + sum(unit.weight for unit in begun) + self.beside_bytes + texts
+        stats.other_bytes += self._launch_bytes
         stats.worker_bytes = self._inside_bytes
         if self._kept is not None:
-            stats.worker_bytes += self._kept.bytes
+            stats.worker_bytes = self._with_kept(self._kept.bytes)
             self._look_at_excess()
         risen = []
         for pid in self.crew.pids():
@@ -908,6 +994,21 @@ class Engine:
         stats.measure_s = self._measured_s + self.crew.measure_s + (self._kept.spent_s if self._kept else 0.0)
         self._measure_at_s = moment + max(MEASURE_S, took_s / MEASURE_SHARE)
 
+    def _texts(self) -> int:
+        """What the texts take that wait beside their slots."""
+        return sum(chunk.text_bytes for unit in self._units for chunk in unit.chunks)
+
+    def _with_kept(self, kept: int) -> int:
+        """What loads in this process take; those of threads are in the midst of something whenever they are seen."""
+        workers = self.plan.workers
+        kept = max(0, kept - self.stats.other_bytes)  # texts come about while loads run, and are counted as such
+        inside = self._inside_bytes + max(1, workers) * self._samples_bytes
+        if not workers:
+            return inside + kept
+        # Whether threads are at their most at once nobody knows: never more than the process has grown in all.
+        assert self._kept is not None
+        return min(max(inside, kept), self._kept.risen)
+
     def _look_at_excess(self) -> None:
         """Loads in this process keep more than the budget has room for: nothing stops them, so it is said."""
         stats, plan = self.stats, self.plan
@@ -922,14 +1023,15 @@ class Engine:
         if used <= plan.memory:
             return
         kept = self._kept.confirmed()
-        stats.worker_bytes = self._inside_bytes + kept
+        stats.worker_bytes = self._with_kept(kept)
         used = stats.arena_bytes + stats.worker_bytes
         if used <= plan.memory:
             return
         self._excessive = True
         where = f'in its threads (executor="{plan.executor}")' if plan.workers else "itself (num_workers=0)"
         self._excess = (
-            f"loads have kept {format_bytes(kept)} of memory, so that the feed takes {format_bytes(used)} of a budget "
+            f"loads (or other threads of this process, while they ran) have kept {format_bytes(kept)}, so that the feed "
+            f"takes {format_bytes(used)} of a budget "
             f"of {format_bytes(plan.memory)}: this process loads {where}, where nothing can hold "
             'them to it. Worker processes can be limited and replaced: give executor="process" and num_workers=1 or '
             "more; or let load keep less"
@@ -955,6 +1057,10 @@ def _without(unit: Unit, ordinal: int) -> Unit | None:
         return None
     items = [*unit.items[:ordinal], *unit.items[ordinal + 1 :]]
     return Unit(unit.epoch, unit.start, unit.indices[: len(items)], items, weight=unit.weight)
+
+
+def _text_bytes(texts: Texts) -> int:
+    return sum(sys.getsizeof(text) for _, _, text in texts)
 
 
 def _end(body: Any) -> int:

@@ -71,6 +71,8 @@ class Epoch:
         self.complete = False
         """Whether all of it was handed out."""
         self._assembler = Assembler()
+        self._given_bytes = 0
+        """What was put together for the batch that the consumer has."""
         self._shared: _Shared | None = None
         self._put_by_units: list[Unit] = []
         self._segments: deque[list[int]] = deque()  # position, samples of it seen before, rows: of what was put by
@@ -170,6 +172,9 @@ class Epoch:
             leaves = rows_batch(layout, *lease, there, texts, launched.options.door)
         else:
             leaves = rows_batch(layout, *engine.peek(chunk), there, texts, None)
+        texts_bytes = nbytes_of([leaf for leaf in leaves if isinstance(leaf, list)])
+        engine.beside_bytes = self._given_bytes + texts_bytes
+        self._given_bytes = texts_bytes
         row_size = nbytes_of(leaves) // chunk.rows if chunk.origin is None else layout.spec.sample_bytes
         copy_of = chunk if lease is None else None
         self._shared = _Shared(leaves, row_size, chunk.rows, unit.start, copy_of, chunk.batch, chunk.origin)
@@ -311,15 +316,16 @@ class Epoch:
         engine, each = launched.engine, launched.options.each or 1
         if chunk.rows and launched.options.collate is not None:
             samples = packed_batch(chunk.body, launched.trees, *engine.peek(chunk), None, copy=True)
-            self._assembler.add([samples], len(samples))
+            self._assembler.add([samples], None, len(samples), launched.plan.batch_size)
         elif chunk.rows:
             texts = chunk.body or []
             leaves = rows_batch(launched.layout, *engine.peek(chunk), _rows_in_slot(chunk), texts, None)
             if chunk.origin is not None:
                 leaves = _spread(leaves, chunk.origin)
             lost = {f.ordinal for f in chunk.failures} if engine.mode is Mode.ROWS else set()
-            good = [i for i in range(chunk.rows) if i // each not in lost]
-            self._assembler.add([_chosen(leaf, good, chunk.rows) for leaf in leaves], len(good))
+            good = [i for i in range(chunk.rows) if i // each not in lost] if lost else None
+            self._assembler.add(leaves, good, chunk.rows, launched.plan.batch_size)
+        engine.beside_bytes = self._assembler.nbytes + self._given_bytes
         engine.release(chunk)
         if not self._put_by_units or self._put_by_units[-1] is not unit:
             self._put_by_units.append(unit)
@@ -336,7 +342,7 @@ class Epoch:
         launched, place = self._launched, self._place
         assert launched is not None
         options = launched.options
-        leaves = self._assembler.cut(rows)
+        leaves = self._assembler.cut()
         first, before, _ = self._segments[0]
         left = rows
         while left:
@@ -355,12 +361,14 @@ class Epoch:
         if options.collate is not None:
             batch = self._collate(leaves[0], COLLATE_INDEX + first + (before << 32))
             values = flatten(batch)[0]
-            self._count(rows, nbytes_of(values))
+            self._given_bytes = nbytes_of(values)
+            self._count(rows, self._given_bytes)
             if launched.delivery is not None:
                 return rebuilt(batch, self._sent(launched.delivery, None, values, batch))
             if convert is None:
                 return batch
             return optree.tree_map(lambda x: convert(x) if isinstance(x, np.ndarray) else x, batch, namespace=NAMESPACE)
+        self._given_bytes = nbytes_of(leaves)
         origin = None
         if launched.keeps:
             leaves, origin = _gathered(leaves)
@@ -470,9 +478,3 @@ def _gathered(leaves: list[Any]) -> tuple[list[Any], Origin]:
     """And back."""
     *values, samples, held = leaves
     return [value[held < 0] for value in values], Origin(samples, held)
-
-
-def _chosen(leaf: Any, good: list[int], rows: int) -> Any:
-    if isinstance(leaf, list):
-        return [leaf[i] for i in good]
-    return leaf.copy() if len(good) == rows else leaf[good]

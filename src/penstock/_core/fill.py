@@ -61,6 +61,7 @@ __all__ = [
     "castings",
     "failure_of",
     "recast",
+    "texts_too_large",
 ]
 
 Ask = Callable[[Reply], Grant]
@@ -189,9 +190,10 @@ class Filler:
         self._records: Any = None
         """What the cache has of this task's items, where samples vary in size."""
 
-    def configure(self, spec: Spec, rows: int, cache: Form | None = None) -> None:
-        """The form of a sample and the rows of a slot are decided, and where samples are kept."""
+    def configure(self, spec: Spec, rows: int, cache: Form | None = None, text_bytes: int = 0) -> None:
+        """The form of a sample and the rows of a slot are decided, where samples are kept, and the room for texts."""
         self._layout = Layout.of(spec, rows)
+        self._text_bytes = text_bytes
         self._shelf = None if cache is None else cache.open(self.memory)
         self._columns.clear()
         self._views.clear()
@@ -456,6 +458,7 @@ class Filler:
             return
         each = program.samples_per_item or 1
         texts: list[tuple[int, int, bytes]] = []
+        seen = beside = 0
         if self._kept and not any((task.epoch, index) in self._kept for index in task.indices.tolist()):
             self._kept.clear()  # another worker has made them meanwhile
         if self._plain is not None and not self._kept and not task.barred and not task.first:
@@ -498,6 +501,11 @@ class Filler:
                 raise
             if not done:
                 texts[:] = [t for t in texts if not first <= t[0] < first + each]
+            elif len(texts) > seen:
+                beside += sum(len(text) for _, _, text in texts[seen:])
+                if 0 < self._text_bytes < beside:
+                    raise Failed(texts_too_large(beside))
+            seen = len(texts)
         reply.body = texts or None
 
     def _fill_plain(self, task: Task, columns: list[Array], failures: list[Failure]) -> None:
@@ -1026,6 +1034,11 @@ class Failed(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.error)
         self.failure = failure
+
+
+def texts_too_large(size: int) -> Failure:
+    """Texts took more than a task may take beside its slot: so many bytes, if that is known."""
+    return Failure(Failure.TEXTS, MemoryError(size), "")
 
 
 def failure_of(error: BaseException, ordinal: int, item: Any) -> Failure:

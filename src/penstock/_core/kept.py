@@ -32,10 +32,12 @@ MUCH: Final = 0.1
 class Kept:
     """Adds up by how much the process grows while loads run and the consumer does not."""
 
-    def __init__(self, *, threads: int) -> None:
+    def __init__(self, *, threads: int, base: int) -> None:
         self._threads = threads
         self._heap = machine.heap_gauge()
         self._base = machine.anon_bytes(os.getpid())
+        self._begun = base
+        self._most = 0
         self._before: int | None = None
         self._began_s = self._next_s = self._cost_s = 0.0
         self._garbage: _Garbage | None = None
@@ -73,6 +75,7 @@ class Kept:
         if self._collects:
             gc.collect()
         grown = self._heap() - self._before
+        self._most = max(self._most, machine.anon_bytes(os.getpid()))
         self._grown += grown
         self._swung += abs(grown)
         self._looks += grown != 0
@@ -93,6 +96,12 @@ class Kept:
             unseen = max(1.0, self._busy_s / self._threads / self._waited_s)
         grown = self._grown * unseen
         return max(0, min(int(grown), machine.anon_bytes(os.getpid()) - self._base))
+
+    @property
+    def risen(self) -> int:
+        """By how much the process has grown at most since the feed began, whoever it was."""
+        self._most = max(self._most, machine.anon_bytes(os.getpid()))
+        return max(0, self._most - self._begun)
 
     @property
     def suspected(self) -> bool:

@@ -5,6 +5,7 @@ Runs in the parent. Nothing is left behind if any of it fails.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -32,7 +33,16 @@ from penstock._core.layout import PAGE, Layout, slot_bytes
 from penstock._core.line_reader import READ_BYTES
 from penstock._core.options import Options
 from penstock._core.order import Mixing
-from penstock._core.plan import LEAN_WORKER_BYTES, TEMPLATE_BYTES, Executor, Footprint, Plan, Request, exact, solve
+from penstock._core.plan import (
+    LEAN_WORKER_BYTES,
+    TEMPLATE_BYTES,
+    Executor,
+    Footprint,
+    Plan,
+    Request,
+    exact,
+    solve,
+)
 from penstock._core.program import Into, Pad, Probe, Program, Setup
 from penstock._core.schedule import Cut, Schedule
 from penstock._core.sharing import obstacle_to_threads, unchanging_kind
@@ -53,11 +63,15 @@ PROBE_ROWS_BYTES: Final = 2**20
 MEASURED_SLACK: Final = 1.25
 LOAD_SLACK_BYTES: Final = 2 * 2**20  # and a sample: malloc may put the second load behind what the first one left
 
+# What the largest batch leaves of the budget, at least.
+LEFT_BYTES: Final = 2**20
+LEFT_SHARE: Final = 64
 # Of what the plan leaves, a process that only waits takes this part at most: workers may need the rest.
 SPARE_LEAVES: Final = 3
 
 # A batch that is collated may be larger than the first samples suggest; beyond this the slot grows.
 PACKED_SLACK: Final = 1.25
+MOST_PACKED_SLACK: Final = 1.75  # for a batch that takes all there is
 # The items of a shuffle window stay in this process: an eighth of the budget, whatever the number of workers, so that
 # the order does not depend on it.
 WINDOW_SHARE: Final = 8
@@ -97,6 +111,7 @@ class Launched:
 
 def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, base: int, inside: int) -> Launched:
     """Make everything ready for an epoch that goes on from a place; raises what the first items show to be wrong."""
+    before = machine.anon_bytes(os.getpid())
     obstacle = _obstacle(options)
     program = _program(options, inside, tries_threads=obstacle is None)
     crew: Crew | None = None
@@ -148,6 +163,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             samples_per_item=options.each,
             probe=probe,
             items_bytes=planner.held_bytes(plan),
+            began_bytes=before,
             held=lambda: schedule.held_bytes,
             mixing=schedule.mixing,
             cache=cache,
@@ -157,7 +173,9 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
         # A worker that collates holds the samples of a batch and the result.
         load_bytes = probe.load_bytes - held + (2 * plan.batch_bytes if program.mode is Mode.WHOLE else 0)
         kept = None if engine.cache is None else engine.cache.form
-        crew.start(Setup(probe.spec, rows, plan.workers, max(0, growth), load_bytes, kept, held, spares))
+        crew.start(
+            Setup(probe.spec, rows, plan.workers, max(0, growth), load_bytes, kept, held, engine.text_bytes, spares)
+        )
         delivery = _delivery(options, program, plan, probe, engine.cache)
         if delivery is not None:
             plan = dataclasses.replace(plan, notes=(*plan.notes, *delivery.pin(engine.addresses())))
@@ -414,7 +432,8 @@ class _Planner:
         mixing = self._schedule.mixing if program.mode is Mode.ROWS else None
         rows = tuple(row_bytes(leaf) for leaf in probe.spec.leaves)
         if program.collate is not None:
-            rows = (int(probe.packed_bytes * PACKED_SLACK),)
+            slack = PACKED_SLACK if options.batch_size != "max" else MOST_PACKED_SLACK
+            rows = (int(probe.packed_bytes * slack),)
         source = options.source
         # Files of a source are timed in this process, but read by workers if there are to be any.
         later = program.load is None and source is not None and not source.in_memory and options.in_processes
@@ -443,6 +462,7 @@ class _Planner:
             cores=machine.look().cores,
             whole=program.mode is Mode.WHOLE,
             staged=program.mode is Mode.FLOW,
+            pieced=program.mode is Mode.FLOW or program.skips,
             # A stream may be slow or live: its batches are handed out one by one.
             # So are those that are copied to a device: it should not have to cut them apart.
             groups=program.mode is Mode.ROWS and not options.streams and mixing is None and options.device is None,
@@ -462,11 +482,19 @@ class _Planner:
             size = options.device_memory
             spec = arriving(probe.spec, options.on_device)
             request = with_model(request, footprint, spec, options.asked, size=size, ranks=ranks)
-        try:
+
+        def solved(request: Request) -> Plan:
             if program.decides and processes:
-                plan = choose(request, footprint, Threads(self._obstacle, probe.side_by_side))
-            else:
-                plan = solve(request, footprint)
+                return choose(request, footprint, Threads(self._obstacle, probe.side_by_side))
+            return solve(request, footprint)
+
+        try:
+            plan = solved(request)
+            if options.batch_size == "max" and plan.batch_size > 1:
+                # The largest batch leaves nothing of the budget, and what is measured twice is never quite the same.
+                left = request.memory - LEFT_BYTES - request.memory // LEFT_SHARE
+                with contextlib.suppress(BudgetError, ValueError):
+                    plan = solved(dataclasses.replace(request, memory=left))
         except BudgetError:
             name, size = ("line index", kept_bytes) if lines is not None else ("shuffle window", 0)
             kept = (name, size, options.memory) if kept_bytes else None

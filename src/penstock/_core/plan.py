@@ -36,6 +36,7 @@ __all__ = [
     "device_batch_bytes",
     "exact",
     "solve",
+    "thread_slack",
 ]
 
 Executor = Literal["process", "thread"]
@@ -68,6 +69,7 @@ FEWEST_SLOTS: Final = 2  # one that the consumer reads, one that is filled meanw
 # The interpreter takes memory in pieces of a mebibyte, and malloc keeps some of what was freed.
 SLACK_BYTES: Final = 4 * 2**20
 MOST_SLACK_BYTES: Final = 8 * 2**20  # for loads that differ, on top
+PIECED_BATCHES: Final = 3  # what the consumer has, what it gets, and what was begun of the next
 STEADY_SLOTS: Final = 3  # the consumer lets go of a batch only after it took the next one
 WANTED_SLOTS: Final = 4  # and one in reserve for items that take longer than others
 MOST_SLOTS: Final = 8
@@ -158,6 +160,8 @@ class Request:
     """A batch is collated in one worker, which holds its samples and the result besides the slot."""
     staged: bool = False
     """Items give varying numbers of samples, which wait in staging slots for their place in a batch."""
+    pieced: bool = False
+    """Batches may have to be put together in this process."""
     device_memory: int | None = None
     """Bytes for batches on the device."""
     device_leaf_row_bytes: tuple[int, ...] | None = None
@@ -301,6 +305,11 @@ class Plan:
                 *(wrapped for note in self.notes for wrapped in wrap(note, 98, subsequent_indent="    ")),
             ]
         )
+
+
+def thread_slack(load_bytes: int) -> int:
+    """What malloc keeps for a thread of what its loads have freed."""
+    return min(load_bytes // 2, MOST_SLACK_BYTES)
 
 
 def solve(request: Request, footprint: Footprint) -> Plan:
@@ -462,14 +471,17 @@ class _Costs:
 
     def slack(self) -> int:
         """What a worker process may grow by: its hard limit must not be met by what the next load needs more."""
-        return SLACK_BYTES + min(self.load() // 4, MOST_SLACK_BYTES) if self.request.executor == "process" else 0
+        if self.request.executor == "thread":
+            return thread_slack(self.load())
+        return SLACK_BYTES + min(self.load() // 4, MOST_SLACK_BYTES)
 
     def template(self, workers: int) -> int:
         return self.footprint.template_bytes if workers and self.request.executor == "process" else 0
 
     def parent(self, workers: int, slots: int) -> int:
         identities = slots * self.group * self.rows * self.footprint.item_bytes
-        return PARENT_BYTES + identities + (0 if workers else self.load())
+        pieces = (PIECED_BATCHES + self.group - 1) * self.batch if self.request.pieced else 0
+        return PARENT_BYTES + identities + pieces + (0 if workers else self.load())
 
     def total(self, workers: int, slots: int) -> int:
         crew = workers * self.worker() + self.template(workers)

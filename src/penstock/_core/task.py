@@ -125,6 +125,8 @@ class Failure:
     """The place of an error that is nobody's alone: a collate_fn's."""
     UNPACKING: ClassVar[int] = -2
     """The same for items that could not be unpacked, not even one by one: there was no room for them."""
+    TEXTS: ClassVar[int] = -3
+    """The same for texts that are larger than what a task may take beside its slot."""
     COLLATING: ClassVar[int] = 2**32 - 1
     """The same in a worker's record, where places are unsigned."""
     TOGETHER: ClassVar[int] = 2**32 - 2

@@ -213,8 +213,8 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
                 elif word == "prepare":
                     spares.begin_s = time.monotonic() + SPARE_AFTER_S
     # From here on only the children matter.
-    if (pidfd := spares.pidfd) is not None:
-        children[pidfd] = (SPARE, spares.lost())
+    if (waiting := spares.pidfd) is not None:
+        children[waiting] = (SPARE, spares.lost())
         os.kill(spares.pid, signal.SIGKILL)  # it has done nothing yet, and may be busy with its imports
     poller = select.poll()
     for pidfd in children:

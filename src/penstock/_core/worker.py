@@ -26,7 +26,7 @@ from penstock._core import context, machine
 from penstock._core.arena import Arena
 from penstock._core.channel import Channel
 from penstock._core.errors import said
-from penstock._core.fill import Filler, Mark, failure_of
+from penstock._core.fill import Filler, Mark, failure_of, texts_too_large
 from penstock._core.limit import RETIRED, Birth, Limit
 from penstock._core.order import mix
 from penstock._core.overdue import LOOKED, NOT_TIMED, RECORD, RECORD_BYTES
@@ -108,8 +108,7 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
         try:
             answer = encode_reply(reply)
         except MemoryError:
-            lack = MemoryError("the texts of a task, which travel beside the slot, found no room in the worker")
-            answer = encode_reply(Reply(reply.task, worker, Status.FAILED, body=failure_of(lack, 0, None)))
+            answer = encode_reply(Reply(reply.task, worker, Status.FAILED, body=texts_too_large(0)))
         replies.send(answer)
         record(0)
         cramped = reply.status is Status.AGAIN
@@ -150,7 +149,7 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
             if word == "setup":
                 setup: Setup = rest[0]
                 context.set_worker(context.WorkerInfo(worker, setup.workers))
-                filler.configure(setup.spec, setup.rows, setup.cache)
+                filler.configure(setup.spec, setup.rows, setup.cache, setup.text_bytes)
                 if setup.growth_bytes:
                     limit = Limit(setup.growth_bytes, setup.load_bytes, birth, setup.held_bytes)
                     filler.replaceable = True

@@ -33,7 +33,7 @@ class InlineCrew:
 
     def start(self, setup: Setup) -> None:
         """Nothing to start."""
-        self._filler.configure(setup.spec, setup.rows, setup.cache)
+        self._filler.configure(setup.spec, setup.rows, setup.cache, setup.text_bytes)
 
     def submit(self, task: Task) -> None:
         """Remember a task."""

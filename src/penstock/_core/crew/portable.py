@@ -660,7 +660,7 @@ class _Desk:
         if word == "setup":
             setup: Setup = rest[0]
             context.set_worker(context.WorkerInfo(self._number, setup.workers))
-            self._filler.configure(setup.spec, setup.rows, setup.cache)
+            self._filler.configure(setup.spec, setup.rows, setup.cache, setup.text_bytes)
             if setup.growth_bytes and sys.platform == "linux":  # no other system has such limits
                 self._limit = Limit(setup.growth_bytes, setup.load_bytes, self._birth, setup.held_bytes)
         elif word == "follow":

@@ -52,7 +52,7 @@ class ThreadCrew:
         """Start the threads."""
         for number in range(setup.workers):
             filler = self._first if number == 0 else Filler(self._program, self.arena, number)
-            filler.configure(setup.spec, setup.rows, setup.cache)
+            filler.configure(setup.spec, setup.rows, setup.cache, setup.text_bytes)
             self._grants.append(queue.SimpleQueue())
             info = context.WorkerInfo(number, setup.workers)
             thread = threading.Thread(
