@@ -473,6 +473,29 @@ def test_what_cannot_be_sent_to_workers_is_told_in_the_words_of_this_interface()
     assert_own_words(refused.value, OWN)
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"loader": Arrays}, TypeError, r"^loader=Arrays is a class: give an instance of it, Arrays\(\)$"),
+        ({"loader": "x"}, TypeError, "^loader='x' has no make_request, load, .*shutdown: give a subclass of Loader$"),
+        ({"items": 5}, TypeError, "'int' object is not iterable"),
+        ({"num_worker": -1}, ValueError, "^num_worker=-1 must be 0 or more$"),
+        ({"num_worker": 2.0}, TypeError, "^num_worker=2.0 must be an int or None$"),
+        ({"memory_pool_block_count": 0}, ValueError, "^memory_pool_block_count=0 must be 1 or more$"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused_at_once(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        load_with_workers(**{"loader": Arrays(), "items": range(3), **given})
+
+
+def test_a_budget_above_what_there_is_warns_at_the_line_that_gave_it() -> None:
+    with pytest.warns(penstock.BudgetWarning, match="memory=4000 GiB is more than") as told:
+        loading = load_with_workers(Arrays(), range(3), 0, memory="4000 GiB")
+    loading.close()
+    assert {warning.filename for warning in told} == {__file__}
+
+
 def test_what_post_process_raises_is_left_as_it_is() -> None:
     class Picky(Arrays):
         def post_process(self, response: Any) -> Any:

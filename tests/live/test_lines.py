@@ -396,6 +396,12 @@ def test_what_is_no_text_file_is_refused_at_once(tmp_path: Path) -> None:
         penstock.lines(tmp_path)
     with pytest.raises(ValueError, match="did a pattern match nothing"):
         penstock.lines([])
+    with pytest.raises(TypeError, match=r"str or pathlib\.Path, not bytes: b'x'"):
+        penstock.lines(b"x")  # type: ignore[arg-type]
+    text = tmp_path / "names.txt"
+    text.write_text("one\n")
+    with text.open() as file, pytest.raises(TypeError, match=r"takes the path of a file, not an open one: <_io"):
+        penstock.lines(file)
     with pytest.raises(TypeError, match=r"str or pathlib\.Path"):
         penstock.lines([b"a.txt"])  # type: ignore[list-item]
     os.mkfifo(tmp_path / "pipe")

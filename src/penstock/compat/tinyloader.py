@@ -120,6 +120,7 @@ class SharedMemoryShim(Loader):
         smm: SharedMemoryManager | None = None,  # noqa: ARG002 - tinyloader's interface
         memory_pool_block_count: int | None = None,
     ) -> None:
+        _check_loader(loader)
         check_count("memory_pool_block_count", memory_pool_block_count, least=1, optional=True)
         self.loader = loader
         self.memory_pool_block_count = memory_pool_block_count
@@ -154,6 +155,7 @@ def _tensors(value: Any) -> Any:
 
 def load(loader: Loader, items: Iterable[Any]) -> Generator[Any, None, None]:
     """Load one item after the other in this process, each when it is asked for."""
+    _check_loader(loader)
     # Nothing of a sample has a name here: it would be held while the loop works on it.
     return (loader.post_process(_loaded(loader, asked)) for asked in _asked(loader, items))
 
@@ -174,10 +176,13 @@ def load_with_workers(
     that lie there at once (at least 2); ``memory`` is the budget for shared memory and workers together, as a
     ``Feed`` takes it. Items are drawn only as far ahead as there are free blocks, so they may be an endless generator.
     """
+    _check_loader(loader)
+    check_count("num_worker", num_worker, least=0, optional=True)
+    check_count("memory_pool_block_count", memory_pool_block_count, least=1, optional=True)
     if memory_pool_block_count is None and isinstance(loader, SharedMemoryShim):
         memory_pool_block_count = loader.memory_pool_block_count
     feed = Feed(
-        _asked(loader, items),
+        _asked(loader, iter(items)),
         _Load(loader),
         batch_size=1,
         collate_fn=_single,  # of one sample, so that no axis is added to its arrays, and each may have its own form
@@ -185,9 +190,17 @@ def load_with_workers(
         memory=memory,
     )
     if memory_pool_block_count is not None:
-        check_count("memory_pool_block_count", memory_pool_block_count, least=1)
         feed._limit_slots(memory_pool_block_count)
     return Loading(loader, feed)
+
+
+def _check_loader(loader: Any) -> None:
+    """Anything with a loader's methods will do, whatever it is a subclass of."""
+    if isinstance(loader, type):
+        raise TypeError(f"loader={loader.__name__} is a class: give an instance of it, {loader.__name__}()")
+    methods = ("make_request", "load", "post_process", "shutdown")
+    if missing := [name for name in methods if not callable(getattr(loader, name, None))]:
+        raise TypeError(f"loader={shown(loader, 100)} has no {', '.join(missing)}: give a subclass of Loader")
 
 
 class Loading:
