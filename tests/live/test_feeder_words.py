@@ -75,6 +75,48 @@ def test_lists_that_give_more_samples_than_the_config_says_are_read_with_a_warni
     assert {warning.filename for warning in told} == {__file__}
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_shape": 2}, r"^input_shape=2 must be lengths of axes, such as \(3, 64, 64\), or \(\) for one$"),
+        ({"output_shape": (2, -1)}, r"^output_shape=\(2, -1\) must be lengths of axes"),
+        ({"input_dtype": "floaty"}, "^input_dtype='floaty' is not known: give np.float32, say$"),
+    ],
+)
+def test_a_form_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        small_config(8, **changes)
+
+
+def test_what_is_no_function_or_no_config_is_refused_at_once() -> None:
+    given: dict[str, Any] = {
+        "configs": small_config(8),
+        "input_list": range(8),
+        "output_list": range(8),
+        "read_input": twice,
+        "get_output": numbers,
+    }
+    for make in (Feeder, generate_epoch):
+        for name in ("read_input", "get_output", "apply_on_input_batch", "apply_on_output_batch"):
+            with pytest.raises(TypeError, match=f"^{name}=3 must be a function$"):
+                make(**{**given, name: 3})
+        with pytest.raises(TypeError, match=r"^configs=\{\} must be a Config$"):
+            make(**{**given, "configs": {}})
+
+
+def test_an_epoch_that_is_used_too_late_says_so() -> None:
+    feeder = Feeder(small_config(8), range(8), range(8), twice, numbers)
+    for late in list(feeder.generate_epochs(2)):
+        with pytest.raises(PenstockError, match=r"^this epoch was ended before it was used up: iterate one before"):
+            next(late)
+    once = generate_epoch(small_config(8), range(8), range(8), twice, numbers)
+    first, second = iter(once), iter(once)
+    assert len(next(second)[0]) == 4
+    with pytest.raises(PenstockError, match=r"ask for the next, or make two Feeders$"):
+        next(first)
+    once.close()
+
+
 def only_one(number: int) -> Iterator[Any]:
     yield np.zeros(2, np.float32)
 

@@ -70,6 +70,10 @@ _WORDS: Final = Wording(
             r"model_class=\2 is no torch model and no function without arguments that makes one: give one, or None",
         ),
         (r"^model=", "model_class="),
+        (
+            r"^(the feed was closed: make a new one to go on|this iteration was ended by a newer one over .*)$",
+            "this epoch was ended before it was used up: iterate one before you ask for the next, or make two Feeders",
+        ),
         (r"or a function that runs a step with a batch$", "or None to leave the device out"),
         (
             r"batch_size as a number( and no model)?(\. A sample is .*)?$",
@@ -122,6 +126,8 @@ class Config:
         for name in ("total_sample_count", "one_read_count"):
             check_count(name, getattr(self, name), least=1)
         check_count("preferred_batch_size", self.preferred_batch_size, least=1, optional=True)
+        _check_form("input", self.input_shape, self.input_dtype)
+        _check_form("output", self.output_shape, self.output_dtype)
         if self.total_sample_count < self.one_read_count:
             raise ValueError(
                 f"total_sample_count={self.total_sample_count} is less than the one_read_count={self.one_read_count} "
@@ -207,7 +213,7 @@ class Feeder:
         apply_on_output_batch: Apply | None = None,
     ) -> None:
         self._reading = _Reading(configs, input_list, output_list, read_input, get_output)
-        self._apply = (apply_on_input_batch, apply_on_output_batch)
+        self._apply = _checked(apply_on_input_batch, apply_on_output_batch)
         self.stats: Stats | None = None
         """What the last call of ``generate_epochs`` did so far."""
 
@@ -237,7 +243,7 @@ def generate_epoch(
 ) -> EpochGenerator:
     """One epoch of all samples, the last batch may be short; arguments as those of ``Feeder``."""
     reading = _Reading(configs, input_list, output_list, read_input, get_output)
-    return EpochGenerator(reading, (apply_on_input_batch, apply_on_output_batch))
+    return EpochGenerator(reading, _checked(apply_on_input_batch, apply_on_output_batch))
 
 
 def multiply_epochs(
@@ -323,6 +329,9 @@ class _Reading:
     def __init__(
         self, config: Config, inputs: Iterable[Any], outputs: Iterable[Any], read_input: Read, get_output: Read
     ) -> None:
+        if not isinstance(config, Config):
+            raise TypeError(f"configs={shown(config, 100)} must be a Config")
+        _check_callable(read_input=read_input, get_output=get_output)
         self._config = config
         self._pairs = _Pairs(_sequence(inputs), _sequence(outputs))
         _check_total(config, len(self._pairs))
@@ -453,6 +462,31 @@ def _read(name: str, part: _Part, identity: Any, count: int) -> Iterator[Any]:
             f"{name} gave {came} sample{'' if min(given, count) == 1 else 's'} for {shown(identity)}, but the config "
             f"says one_read_count={count}: make them agree"
         )
+
+
+def _checked(on_input: Apply | None, on_output: Apply | None) -> tuple[Apply | None, Apply | None]:
+    given = {"apply_on_input_batch": on_input, "apply_on_output_batch": on_output}
+    _check_callable(**{name: function for name, function in given.items() if function is not None})
+    return on_input, on_output
+
+
+def _check_callable(**functions: Any) -> None:
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{name}={shown(function, 100)} must be a function")
+
+
+def _check_form(name: str, shape: Any, dtype: Any) -> None:
+    try:
+        known = all(length >= 0 and int(length) == length for length in shape)
+    except (TypeError, ValueError):
+        known = False
+    if not known:
+        raise TypeError(f"{name}_shape={shown(shape, 100)} must be lengths of axes, such as (3, 64, 64), or () for one")
+    try:
+        _dtype(dtype)
+    except (TypeError, AttributeError) as error:
+        raise TypeError(f"{name}_dtype={shown(dtype, 100)} is not known: give np.float32, say") from error
 
 
 def _check_limit(name: str, value: Any) -> None:
