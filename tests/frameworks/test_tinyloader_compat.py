@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import os
 import shutil
@@ -162,6 +163,16 @@ def test_every_public_name_of_tinyloader_is_here() -> None:
     }  # fmt: skip
     assert theirs <= set(tinyloader.__all__)
     assert all(callable(getattr(tinyloader, name)) for name in theirs)
+
+
+def test_names_and_order_of_arguments_are_those_of_tinyloader() -> None:
+    for function, wanted in (
+        (load, "loader items"),
+        (load_with_workers, "loader items num_worker shared_memory_enabled memory_pool_block_count"),
+        (SharedMemoryShim, "loader smm memory_pool_block_count"),
+    ):
+        parameters = inspect.signature(function).parameters.values()
+        assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == wanted.split()
 
 
 # ---------------------------------------- right data

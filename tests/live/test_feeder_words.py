@@ -6,6 +6,7 @@ Without torch: what needs a model is tested with the frameworks.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -14,12 +15,29 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from penstock import BudgetError, BudgetWarning, GiB, LoadError, MiB, PenstockError, WorkerLost
-from penstock.compat.feeder import Config, Feeder, generate_epoch
+from penstock import BudgetError, BudgetWarning, LoadError, MiB, PenstockError, WorkerLost
+from penstock.compat.feeder import Config, Feeder, GiB, generate_epoch, multiply_epochs
 from tests.live.own_words import assert_own_words
 
 FEW: Final = MiB(20)
 """So little that everything is read in this process."""
+
+
+def test_names_and_order_of_arguments_are_those_of_the_interface() -> None:
+    """Code that gives them by place, or by name, stays as it is."""
+    config = "cpu_memory_limit gpu_memory_limit total_sample_count input_shape output_shape model_class input_dtype"
+    config += " output_dtype one_read_count preferred_batch_size"
+    feeder = "configs input_list output_list read_input get_output apply_on_input_batch apply_on_output_batch"
+    for function, wanted in (
+        (Config, config),
+        (Feeder, feeder),
+        (generate_epoch, feeder),
+        (Feeder.generate_epochs, "self epoch_count"),
+        (multiply_epochs, "epoch_generator epoch_count"),
+    ):
+        parameters = inspect.signature(function).parameters.values()
+        assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == wanted.split()
+    assert GiB(1.5) == 3 * 2**29
 
 
 def small_config(identities: int, **changes: Any) -> Config:
