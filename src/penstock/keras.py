@@ -10,6 +10,7 @@ Runs in the parent. Importing this imports Keras.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import os
@@ -28,6 +29,7 @@ from penstock import Blocks, Epoch, Feed, LeaseError, Retry, arrays
 from penstock._core.budget import Size
 from penstock._core.options import OnError
 from penstock._core.spec import Cast
+from penstock.compat.wording import Wording
 
 __all__ = ["FeedDataset"]
 
@@ -37,6 +39,27 @@ EARLY: Final = 4
 
 Batch = tuple[int, int]
 """An epoch and the number of a batch in it."""
+
+_WORDS: Final = Wording(
+    budget=(),
+    load=(
+        (
+            r'(to leave such items out:|leave such items out with) on_error="skip"(\)?)$',
+            r'\1 FeedDataset.from_feed(Feed(..., on_error="skip")), where load returns the targets too\2',
+        ),
+    ),
+    start=(
+        (
+            r'collate_fn="pad" \(filled up to the longest\) or "list" \(not stacked\)$',
+            "padding: fill them up in load, or use FeedDataset.from_feed(Feed(..., collate_fn=...))",
+        ),
+        (
+            r"say how many samples it gives with samples_per_item=n, or None when the number varies$",
+            "return one sample, or use FeedDataset.from_feed(Feed(..., samples_per_item=...))",
+        ),
+        (r"^the feed was closed: make a new one to go on$", "the dataset was closed: make a new one to go on"),
+    ),
+)
 
 
 class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any to the type checker
@@ -118,7 +141,7 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
             timeout=timeout,
             cache=cache,
         )
-        self._set_up(feed, beside)
+        self._set_up(feed, beside, own=True)
         super().__init__(workers=1, use_multiprocessing=False, max_queue_size=max_queue_size)
         self._constructing = True
         self.workers = workers
@@ -136,12 +159,13 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         if not isinstance(feed, Feed):
             raise TypeError(f"from_feed takes a penstock.Feed, not a {type(feed).__name__}")
         made = cls.__new__(cls)
-        made._set_up(feed, ())
+        made._set_up(feed, (), own=False)
         keras.utils.PyDataset.__init__(made)
         return made
 
-    def _set_up(self, feed: Feed, beside: tuple[Any, ...]) -> None:
+    def _set_up(self, feed: Feed, beside: tuple[Any, ...], *, own: bool) -> None:
         self._feed = feed
+        self._own_feed = own  # whoever gave one knows its arguments
         self._beside = beside
         # JAX goes on to the next step before it has read a batch, and holds any number of them; nobody can help it.
         self._runs_ahead = keras.backend.backend() == "jax"
@@ -181,7 +205,10 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
 
     def __getitem__(self, index: Any) -> tuple[Any, ...]:
         """Batch ``index`` of the current epoch; any thread may ask for any."""
-        number = operator.index(index)
+        with _WORDS.spoken() if self._own_feed else contextlib.nullcontext():
+            return self._batch(operator.index(index))
+
+    def _batch(self, number: int) -> tuple[Any, ...]:
         if not self._feed._options.picks:
             with self._turn:
                 self._asked = True
@@ -357,7 +384,10 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
             except BaseException:
                 self._reading = None
                 raise
-        raise IndexError("the feed has no more batches: a stream that gives its items once cannot begin anew")
+        raise IndexError(
+            "the feed has no more batches, as a stream that gives its items once cannot begin anew: tell fit its "
+            "steps_per_epoch and epochs, or make the feed of something that can be iterated again"
+        )
 
 
 def _shuffled(count: int, state: Any) -> list[int]:

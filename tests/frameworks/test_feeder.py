@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import BudgetError, BudgetWarning, LoadError, MiB
+from penstock import BudgetError, BudgetWarning, LoadError, MiB, PenstockError
 from penstock.compat.feeder import Config, Feeder, GiB, generate_epoch, multiply_epochs
 from tests.frameworks.allocator import peak_bytes, torch
+from tests.live.own_words import assert_own_words
 
 nn = torch.nn
 Module: Any = nn.Module
@@ -203,6 +205,11 @@ def test_a_config_says_what_fits_and_why() -> None:
         ({"one_read_count": 5, "preferred_batch_size": 16}, 15, "which is no multiple of the 5 samples of one read"),
         ({"preferred_batch_size": 10_000}, None, "not 10000 as preferred, which does not fit: the largest that fits"),
         ({"preferred_batch_size": None}, None, "the largest that fits, as none was preferred"),
+        (
+            {"preferred_batch_size": 10_000, "total_sample_count": 21},
+            20,
+            "not 10000 as preferred, as there are only 21 samples",
+        ),
     ],
 )
 def test_a_preferred_size_that_will_not_do_is_recalculated(
@@ -238,23 +245,80 @@ def test_the_optimizer_counts_and_inference_needs_less() -> None:
     ("changes", "error", "message"),
     [
         ({"one_read_count": 0}, ValueError, "one_read_count=0 must be 1 or more"),
-        ({"preferred_batch_size": 0}, ValueError, "preferred_batch_size=0 must be 1 or more, or None"),
-        ({"gpu_memory_limit": MiB(0.5)}, BudgetError, "a step of this model with 1 sample takes"),
+        ({"one_read_count": 2.0}, TypeError, "one_read_count=2.0 must be an int"),
+        ({"preferred_batch_size": 0}, ValueError, "preferred_batch_size=0 must be 1 or more"),
+        ({"cpu_memory_limit": 0.5}, ValueError, "cpu_memory_limit=0.5 must be a number of bytes, 1 or more"),
+        ({"gpu_memory_limit": "4 GiB"}, ValueError, r"gpu_memory_limit='4 GiB' must be .*: write GiB\(4\)"),
+        ({"total_sample_count": 1}, ValueError, "total_sample_count=1 is less than the one_read_count=2 samples that"),
+        ({"gpu_memory_limit": MiB(0.5)}, BudgetError, "a step of this model with 2 samples takes"),
         ({"gpu_memory_limit": MiB(4), "one_read_count": 40}, BudgetError, "a step of this model with 40 samples takes"),
-        ({"cpu_memory_limit": MiB(2)}, BudgetError, "memory=2097152 .* is too small"),
-        ({"model_class": lambda: nn.Linear(3, 3)}, Exception, "a step of the model failed with a batch of 4 samples"),
+        ({"cpu_memory_limit": MiB(2)}, BudgetError, "cpu_memory_limit=2097152 .* is too small"),
+        (
+            {"model_class": lambda: nn.Linear(3, 3)},
+            PenstockError,
+            "a step of the model failed with a batch of 4 samples.*, or model_class=None and a preferred_batch_size",
+        ),
+        (
+            {"input_dtype": np.uint8},
+            PenstockError,
+            "the model wants float32: give it as input_dtype or output_dtype and read it so, or let the model cast",
+        ),
+        ({"model_class": nn.Linear}, TypeError, "model_class=Linear needs arguments: give a function that makes one"),
+        ({"model_class": 3}, TypeError, "model_class=3 cannot be called: .* or None to leave the device out"),
+        ({"model_class": lambda x: x}, TypeError, "model_class=.* is no torch model and no function without arguments"),
+        (
+            {"optimizer": torch.optim.LBFGS},
+            TypeError,
+            "cannot be counted: give model_class=None and a preferred_batch_size",
+        ),
     ],
 )
 def test_a_config_that_cannot_work_says_why(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         config_of(**changes)
+    assert_own_words(caught.value)
+
+
+@pytest.mark.parametrize(("each", "preferred"), [(7, 17), (60, None)])
+@pytest.mark.parametrize(("limit", "given"), [("cpu_memory_limit", MiB(2)), ("gpu_memory_limit", MiB(0.25))])
+def test_the_least_that_a_config_asks_for_works_at_once(
+    limit: str, given: int, each: int, preferred: int | None
+) -> None:
+    """What has to fit is all of one read, however large a batch is preferred."""
+    options: dict[str, Any] = {"one_read_count": each, "preferred_batch_size": preferred}
+    with pytest.raises(BudgetError) as caught:
+        config_of(**options, **{limit: given})
+    assert_own_words(caught.value)
+    assert f"Give {limit}={caught.value.least}" in str(caught.value)
+    config = config_of(**options, **{limit: caught.value.least})
+    assert config.batch_size % each == 0
+    with pytest.raises(BudgetError):
+        config_of(**options, **{limit: caught.value.least - 8192})
+
+
+@pytest.mark.parametrize(("limit", "given"), [("cpu_memory_limit", MiB(5)), ("gpu_memory_limit", MiB(2))])
+def test_smaller_reads_are_advised_in_a_number_that_works(limit: str, given: int) -> None:
+    with pytest.raises(BudgetError, match=r"one_read_count=\d+") as caught:
+        config_of(one_read_count=60, **{limit: given})
+    found = re.search(r"one_read_count=(\d+)", str(caught.value))
+    assert found
+    fewer = int(found[1])
+    assert config_of(one_read_count=fewer, **{limit: given}).batch_size % fewer == 0
+
+
+def test_parameters_that_do_not_fit_have_a_least_that_works() -> None:
+    large = {"model_class": lambda: nn.Linear(3 * 64 * 64, 256), "input_shape": (3 * 64 * 64,)}
+    with pytest.raises(BudgetError, match=r"a step of this model with 2 samples takes .*: parameters 12") as caught:
+        config_of(**large, gpu_memory_limit=MiB(2))
+    assert config_of(**large, gpu_memory_limit=caught.value.least).batch_size == 2
 
 
 # ---------------------------------------- reading
 
 
 def test_identities_may_be_anything_and_lists_of_different_length_are_refused(inputs: list[str]) -> None:
-    config = config_of(model_class=None, input_shape=(2,), output_shape=(), preferred_batch_size=4)
+    form = {"input_shape": (2,), "output_shape": (), "total_sample_count": 12}
+    config = config_of(model_class=None, preferred_batch_size=4, **form)
 
     def pair(identity: Any) -> Iterator[Any]:
         yield from (np.full(2, identity["n"], np.float32) for _ in range(2))
@@ -280,16 +344,6 @@ def test_identities_may_be_anything_and_lists_of_different_length_are_refused(in
     )
     with pytest.raises(ValueError, match="input_list has 90 identities and output_list 3: each input needs its output"):
         Feeder(**arguments(config_of(model_class=None), inputs, output_list=range(3)))
-
-
-def test_a_read_that_gives_another_number_of_samples_names_its_identity(inputs: list[str]) -> None:
-    def three(number: int) -> Iterator[Any]:
-        yield from (np.zeros(256, np.float32) for _ in range(3))
-
-    feeder = Feeder(**arguments(config_of(model_class=None), inputs, get_output=three))
-    with pytest.raises(LoadError) as caught:
-        next(next(feeder.generate_epochs(1)))
-    assert caught.value.item == (inputs[0], 0)
 
 
 def test_what_reading_takes_besides_makes_the_batch_smaller_rather_than_the_limit_larger(inputs: list[str]) -> None:

@@ -391,6 +391,51 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         FeedDataset(x, x, batch_size=2, load=load, on_error=penstock.Retry(2, then="skip"))
 
 
+def failing(item: int) -> Any:
+    raise OSError("no such thing")
+
+
+def growing(item: int) -> Any:
+    return np.zeros(1 + item)
+
+
+def yielding(item: int) -> Iterator[Any]:
+    yield np.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (
+            failing,
+            r'out: FeedDataset.from_feed\(Feed\(..., on_error="skip"\)\), where load returns the targets too\)$',
+        ),
+        (growing, r"need padding: fill them up in load, or use FeedDataset.from_feed\(Feed\(..., collate_fn=...\)\)$"),
+        (yielding, r": return one sample, or use FeedDataset.from_feed\(Feed\(..., samples_per_item=...\)\)$"),
+    ],
+)
+def test_what_goes_wrong_is_told_with_what_a_dataset_has(read: Any, message: str) -> None:
+    """A Feed has arguments that a dataset does not; one made by the user is told in its own words."""
+    with FeedDataset(np.arange(8), np.arange(8), batch_size=4, load=read, num_workers=0) as ds:
+        with pytest.raises(penstock.PenstockError, match=message):
+            ds[0]
+        ds.close()
+        with pytest.raises(penstock.FeedClosed, match=r"^the dataset was closed: make a new one to go on$"):
+            ds[0]
+    with Feed(range(8), read, batch_size=4, num_workers=0) as feed:
+        with pytest.raises(penstock.PenstockError, match=r"on_error|collate_fn|samples_per_item") as caught:
+            FeedDataset.from_feed(feed)[0]
+        assert "from_feed" not in str(caught.value)
+
+
+def test_a_stream_that_is_over_says_what_to_tell_keras() -> None:
+    with Feed(iter(range(4)), load, batch_size=4, num_workers=0) as feed:
+        ds = FeedDataset.from_feed(feed)
+        ds[0]
+        with pytest.raises(IndexError, match="cannot begin anew: tell fit its steps_per_epoch and epochs, or make"):
+            ds[1]
+
+
 # ---------------------------------------- a real task
 
 LEARNS: Final = """

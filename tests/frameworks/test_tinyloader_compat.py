@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import os
 import shutil
@@ -21,8 +22,11 @@ import pytest
 import penstock
 from penstock.compat import tinyloader
 from penstock.compat.tinyloader import Loader, SharedMemoryShim, load, load_with_workers
+from tests.live.own_words import assert_own_words
 
+OWN: Final = frozenset({"memory", "in load"})
 WORKERS: Final = 2
+OVER: Final = "^load_with_workers goes through its items once, and this time it is over: call it again for another$"
 
 
 class Arrays(Loader):
@@ -159,6 +163,16 @@ def test_every_public_name_of_tinyloader_is_here() -> None:
     }  # fmt: skip
     assert theirs <= set(tinyloader.__all__)
     assert all(callable(getattr(tinyloader, name)) for name in theirs)
+
+
+def test_names_and_order_of_arguments_are_those_of_tinyloader() -> None:
+    for function, wanted in (
+        (load, "loader items"),
+        (load_with_workers, "loader items num_worker shared_memory_enabled memory_pool_block_count"),
+        (SharedMemoryShim, "loader smm memory_pool_block_count"),
+    ):
+        parameters = inspect.signature(function).parameters.values()
+        assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == wanted.split()
 
 
 # ---------------------------------------- right data
@@ -316,7 +330,7 @@ def test_leaving_early_ends_everything() -> None:
         next(results)
         assert loader.shutdowns == 0
     assert loader.shutdowns == 1
-    with pytest.raises(penstock.FeedClosed):
+    with pytest.raises(penstock.FeedClosed, match=OVER):
         next(results)
 
     def fails() -> None:
@@ -330,6 +344,38 @@ def test_leaving_early_ends_everything() -> None:
     with load_with_workers(loader, itertools.count(), WORKERS):
         pass  # never asked for anything
     assert loader.shutdowns == 3
+
+
+def test_a_second_pass_is_refused_in_words_that_say_what_to_do() -> None:
+    """A feed is nothing that a user of this interface knows of; tinyloader's own cannot be entered twice either."""
+    loading = load_with_workers(Arrays(), range(3), 0)
+    assert sum(1 for _ in loading) == 3
+    with pytest.raises(penstock.FeedClosed, match=OVER):
+        list(loading)
+    with pytest.raises(penstock.FeedClosed, match=OVER), loading:
+        pass
+    loading = load_with_workers(Arrays(), range(3), 0)
+    with loading as results:
+        assert sum(1 for _ in results) == 3
+        assert list(results) == []  # a generator that is over, as ever
+        with pytest.raises(penstock.FeedClosed, match=OVER):
+            list(loading)
+
+
+def test_there_is_one_pass_whoever_asks() -> None:
+    """Two iterators would each get a part of the items, and lose what the other had read ahead."""
+    loading = load_with_workers(Arrays(), range(20), 0)
+    iter(loading)  # only asked whether it can be
+    first = iter(loading)
+    got = [int(x[0]) for x, _ in itertools.islice(first, 5)]
+    got += [int(x[0]) for x, _ in loading]
+    assert got == list(range(20))
+    assert list(first) == []
+    loader = Arrays()
+    with load_with_workers(loader, range(20), 0) as results:
+        got = [int(x[0]) for x, _ in itertools.islice(results, 5)]
+        assert [*got, *(int(x[0]) for x, _ in results)] == list(range(20))
+    assert loader.shutdowns == 1
 
 
 def test_the_wrapped_loader_is_told_of_the_end_too() -> None:
@@ -400,6 +446,74 @@ def test_an_item_that_kills_its_workers_is_named() -> None:
     with pytest.raises(penstock.WorkerLost) as caught:
         list(load_with_workers(Fails(), [("video", 1), ("video", 14)], 1))
     assert caught.value.item == ("video", 14)
+    assert_own_words(caught.value, OWN)
+
+
+class Wide(Arrays):
+    def load(self, request: int) -> Any:
+        return super().load(request) if request < 3 else np.ones(penstock.MiB(request) // 8)
+
+
+def test_a_load_that_takes_too_much_is_told_in_the_words_of_this_interface() -> None:
+    match = r"load failed for 3000: .*: give more memory, a smaller num_worker, or let load make smaller temporaries\)$"
+    with pytest.raises(penstock.LoadError, match=match) as caught:
+        list(load_with_workers(Wide(), [0, 1, 2, 3000], 1, memory="600 MiB"))
+    assert_own_words(caught.value, OWN)
+
+
+def test_a_sample_that_turns_out_too_large_says_what_would_do() -> None:
+    match = r"^a sample takes 48.0 MiB, .*: give memory=\d+ or more, or load smaller samples$"
+    with pytest.raises(penstock.BudgetError, match=match) as caught:
+        list(load_with_workers(Wide(), [0, 1, 2, 48], 0, memory="64 MiB"))
+    assert_own_words(caught.value, OWN)
+    assert f"memory={caught.value.least}" in str(caught.value)
+    assert sum(1 for _ in load_with_workers(Wide(), [0, 1, 2, 48], 0, memory=caught.value.least)) == 4
+
+
+def test_what_cannot_be_sent_to_workers_is_told_in_the_words_of_this_interface() -> None:
+    loader = Arrays()
+    loader.lock = threading.Lock()  # type: ignore[attr-defined]
+    match = r"^the loader cannot be sent to worker processes .*, or use num_worker=0$"
+    with pytest.raises(penstock.PenstockError, match=match) as caught:
+        list(load_with_workers(loader, range(3), 1))
+    assert_own_words(caught.value, OWN)
+    assert sum(1 for _ in load_with_workers(loader, range(3), 0)) == 3
+    match = r"^the request for <unlocked .*: make_request has to return what can be pickled.*, or use num_worker=0$"
+    with pytest.raises(TypeError, match=match) as refused:
+        list(load_with_workers(Arrays(), [threading.Lock()], 1))
+    assert_own_words(refused.value, OWN)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"loader": Arrays}, TypeError, r"^loader=Arrays is a class: give an instance of it, Arrays\(\)$"),
+        ({"loader": "x"}, TypeError, "^loader='x' has no make_request, load, .*shutdown: give a subclass of Loader$"),
+        ({"items": 5}, TypeError, "'int' object is not iterable"),
+        ({"num_worker": -1}, ValueError, "^num_worker=-1 must be 0 or more$"),
+        ({"num_worker": 2.0}, TypeError, "^num_worker=2.0 must be an int or None$"),
+        ({"memory_pool_block_count": 0}, ValueError, "^memory_pool_block_count=0 must be 1 or more$"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused_at_once(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        load_with_workers(**{"loader": Arrays(), "items": range(3), **given})
+
+
+def test_a_budget_above_what_there_is_warns_at_the_line_that_gave_it() -> None:
+    with pytest.warns(penstock.BudgetWarning, match="memory=4000 GiB is more than") as told:
+        loading = load_with_workers(Arrays(), range(3), 0, memory="4000 GiB")
+    loading.close()
+    assert {warning.filename for warning in told} == {__file__}
+
+
+def test_what_post_process_raises_is_left_as_it_is() -> None:
+    class Picky(Arrays):
+        def post_process(self, response: Any) -> Any:
+            raise penstock.LoadError('my own, or leave such items out with on_error="skip"', item=response)
+
+    with pytest.raises(penstock.LoadError, match=r'^my own, or leave such items out with on_error="skip"$'):
+        list(load_with_workers(Picky(), range(3), 0))
 
 
 # ---------------------------------------- bounded memory
@@ -411,6 +525,12 @@ def test_the_block_count_bounds_the_blocks() -> None:
         with loading as results:
             next(results)
             assert loading.feed.plan.slots == slots
+    loading = load_with_workers(SharedMemoryShim(Arrays()), range(4), 0)  # as many as the plan has room for
+    with loading as results:
+        assert sum(1 for _ in results) == 4
+        assert loading.feed.plan.slots > 2
+    with pytest.raises(ValueError, match="memory_pool_block_count=0 must be 1 or more"):
+        SharedMemoryShim(Arrays(), None, 0)
     shim = SharedMemoryShim(Arrays(), None, 2)
     loading = load_with_workers(shim, itertools.count(), WORKERS)
     with loading as results:
@@ -431,6 +551,7 @@ def test_the_budget_holds_and_what_cannot_fit_is_refused() -> None:
         assert 0 < loading.feed.stats.peak_bytes <= budget
     with pytest.raises(penstock.BudgetError) as caught:
         list(load_with_workers(Arrays(2**20), range(3), WORKERS, memory="64 MiB"))
+    assert_own_words(caught.value, OWN)
     with load_with_workers(Arrays(2**20), range(3), WORKERS, memory=caught.value.least) as results:
         assert sum(1 for _ in results) == 3
 

@@ -146,6 +146,13 @@ def test_every_workload_names_contenders_limits_and_claims_that_exist() -> None:
         assert claim.contender not in claim.others
 
 
+def test_what_is_promised_of_the_interfaces_is_judged() -> None:
+    """tinyloader's own with its plain workers; and lines with two against one process."""
+    promised = {(c.workload, c.contender, *c.others): c.wanted for c in CLAIMS if c.measure == "rate"}
+    assert promised["big", "penstock-tinyloader", "tinyloader"] >= 5
+    assert promised["lines", "penstock", "loop"] >= 1.7
+
+
 def test_every_workload_has_a_claim_about_its_rate_its_memory_and_the_choice_of_workers() -> None:
     """Otherwise a workload could be measured and nothing promised of it."""
     for workload in WORKLOADS.values():

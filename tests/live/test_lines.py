@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 
 import penstock
 from penstock import BudgetError, Feed, LoadError, PenstockError
-from penstock._core import line_index, lines
+from penstock._core import line_index, lines, machine
 from tests.live.crews import batches, each_crew, feed_of
 
 WIDTH = 24
@@ -396,6 +398,12 @@ def test_what_is_no_text_file_is_refused_at_once(tmp_path: Path) -> None:
         penstock.lines(tmp_path)
     with pytest.raises(ValueError, match="did a pattern match nothing"):
         penstock.lines([])
+    with pytest.raises(TypeError, match=r"str or pathlib\.Path, not bytes: b'x'"):
+        penstock.lines(b"x")  # type: ignore[arg-type]
+    text = tmp_path / "names.txt"
+    text.write_text("one\n")
+    with text.open() as file, pytest.raises(TypeError, match=r"takes the path of a file, not an open one: <_io"):
+        penstock.lines(file)
     with pytest.raises(TypeError, match=r"str or pathlib\.Path"):
         penstock.lines([b"a.txt"])  # type: ignore[list-item]
     os.mkfifo(tmp_path / "pipe")
@@ -539,3 +547,43 @@ def test_no_file_stays_open(three: tuple[list[Path], list[str]]) -> None:
         opened = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if os.path.islink(link.path)]
         assert not set(opened) & set(map(str, paths))
         del epoch
+
+
+def seen_open(line: str) -> bool:
+    """Whether a text file is open in the worker while it works on a line."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return any(os.readlink(link).endswith(".txt") for link in links if os.path.islink(link))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_workers_have_no_file_open_while_they_load(three: tuple[list[Path], list[str]], shuffle: bool) -> None:
+    """A file is open for as long as one block is read: loads may take any time."""
+    with three[0][0].open():
+        assert seen_open("")
+    with feed_of("process", penstock.lines(three[0]), seen_open, shuffle=shuffle) as feed:
+        assert not any(batch.any() for batch in feed)
+
+
+def test_an_index_is_built_side_by_side_and_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_index, "SEGMENT_BYTES", 4096)
+    write(tmp_path / "a.txt", 5000)
+    here = machine.look()
+    by: list[str] = []
+    scan = line_index.Scanner.scan
+
+    def noted(*given: Any) -> Any:
+        by.append(threading.current_thread().name)
+        return scan(*given)
+
+    monkeypatch.setattr(line_index.Scanner, "scan", noted)
+    orders = []
+    for cores in (1, 4):
+        by.clear()
+        monkeypatch.setattr(machine, "look", lambda cores=cores: dataclasses.replace(here, cores=cores))
+        with feed_of("inline", penstock.lines(tmp_path / "a.txt"), shuffle=True, seed=3) as feed:
+            orders.append(texts(feed))
+        helpers = {name for name in by if name.startswith("penstock-lines")}
+        assert len(by) > 10
+        assert bool(helpers) == (cores > 1)
+        assert len(helpers) <= cores
+    assert orders[0] == orders[1]

@@ -34,6 +34,7 @@ from penstock._core.items import Stream
 from penstock._core.launch import Launched, launch
 from penstock._core.options import OnError, Options, check_count
 from penstock._core.pack import pack
+from penstock._core.patience import users_level
 from penstock._core.plan import Footprint, Plan, Request, solve
 from penstock._core.schedule import Schedule
 from penstock._core.spec import AnyCast, Spec, row_bytes, split_cast
@@ -67,7 +68,7 @@ def _budget(memory: Size | None) -> int:
             "other programs use, container limits and the budgets of other feeds counted): the system may swap or "
             "kill. Give less, or a fraction such as 0.5",
             BudgetWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )
     return budget
 

@@ -404,11 +404,11 @@ def lines(
 
     Files that end in ``.gz`` or ``.zst`` are unpacked in this process, in order only.
     """
-    if isinstance(paths, str | os.PathLike):
-        paths = [paths]
+    if hasattr(paths, "read"):  # its lines would be taken for paths
+        raise TypeError(f"penstock.lines takes the path of a file, not an open one: {shown(paths)}")
     chosen: list[str] = []
-    for path in paths:
-        name = os.fspath(path)
+    for path in [paths] if isinstance(paths, str | bytes | os.PathLike) else paths:
+        name = os.fspath(path) if isinstance(path, os.PathLike) else path
         if not isinstance(name, str):
             raise TypeError(f"paths of text files are str or pathlib.Path, not {type(name).__name__}: {shown(name)}")
         chosen.append(os.path.abspath(name))

@@ -150,12 +150,6 @@ def _who(asked: Asked, spec: Spec, most: int, budget: int) -> _Who:
     kind = "a training step" if asked.train else "an inference step"
     given = {"optimizer": asked.optimizer, "loss": asked.loss, "train": asked.train, "batch": _batches(spec)}
     tracer = Tracer(model, device=asked.device, **given)
-    if tracer.parameter_bytes > budget:
-        raise BudgetError(
-            f"device_memory={budget} ({format_bytes(budget)}) is too small: the parameters of this model alone take "
-            f"{tracer.parameter_bytes} ({format_bytes(tracer.parameter_bytes)}). Give more, or a smaller model.",
-            least=tracer.parameter_bytes,
-        )
     try:
         tracer.step(min(2, most))
     except Refused as error:
@@ -165,8 +159,15 @@ def _who(asked: Asked, spec: Spec, most: int, budget: int) -> _Who:
             f"a step of the model would fail with these samples: {error}, which torch refuses. "
             f"{_advice(spec, tracer.parameter_type)}"
         ) from None
-    except Exception as error:  # noqa: BLE001 - user code on tensors without data: what it raises has no limits
+    except Exception as error:  # user code on tensors without data: what it raises has no limits
         why = f"{kind} could not be traced ({said(error).splitlines()[0][:160]})"
+        if tracer.parameter_bytes > budget:  # then it must not be run either
+            least = tracer.parameter_bytes
+            raise BudgetError(
+                f"device_memory={budget} ({format_bytes(budget)}) is too small: the parameters of this model alone "
+                f"take {least} ({format_bytes(least)}). Give more, or a smaller model.",
+                least=least,
+            ) from error
         try:
             measured = measured_module(model, make, device=tracer.device, most=most, budget=budget, **given)
         except PenstockError as failed:

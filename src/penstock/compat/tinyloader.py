@@ -14,11 +14,12 @@ import io
 import pickle
 from collections.abc import Generator, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
 
 import numpy as np
 
-from penstock import Feed, LoadError
+from penstock import Feed, FeedClosed, LoadError
 from penstock._core.errors import said, shown
 from penstock._core.options import check_count
 from penstock.compat.tinyloader_blocks import (
@@ -29,6 +30,7 @@ from penstock.compat.tinyloader_blocks import (
     init_worker,
     share_ndarray,
 )
+from penstock.compat.wording import USE_OTHER, Wording
 
 if TYPE_CHECKING:
     from multiprocessing.managers import SharedMemoryManager
@@ -48,6 +50,36 @@ __all__ = [
     "load_with_workers",
     "share_ndarray",
 ]
+
+
+_WORDS: Final = Wording(
+    budget=(
+        (r"\bnum_workers\b", "num_worker"),
+        (r' or executor="thread"(?= with this budget)', ""),
+        (r", or with this budget", ""),
+        (r' \(cast="float16", smaller shapes\)', ""),
+        (r"^a collated batch takes", "a sample takes"),
+        (r", or a smaller batch_size$", ", or load smaller samples"),
+    ),
+    load=(
+        (r', or leave such items out with on_error="skip"$', ""),
+        (
+            r": give more memory or fewer workers, a smaller batch_size, or let load make smaller temporaries\)$",
+            ": give more memory, a smaller num_worker, or let load make smaller temporaries)",
+        ),
+        (r"run with num_workers=0 to see what happens in load$", "run with num_worker=0 to see what happens in load"),
+    ),
+    start=(
+        (r"^load cannot be sent", "the loader cannot be sent"),
+        (USE_OTHER, ", or use num_worker=0"),
+        (r"give a smaller num_workers, or use num_worker=0$", "give a smaller num_worker, or use num_worker=0"),
+        (
+            r"^items like (.*): items are identities \(paths, keys, indices\) that can be pickled",
+            r"the request for \1: make_request has to return what can be pickled, such as a path",
+        ),
+    ),
+)
+_OVER: Final = "load_with_workers goes through its items once, and this time it is over: call it again for another"
 
 
 class Loader(abc.ABC):
@@ -78,15 +110,18 @@ class Loader(abc.ABC):
 class SharedMemoryShim(Loader):
     """A loader whose samples come through shared memory; here all of them do, so it only names the number of blocks.
 
-    ``smm`` is not used: a feed has memory of its own, without a name and without a process that looks after it.
+    ``smm`` is not used: a feed has memory of its own, without a name and without a process that looks after it. With
+    ``memory_pool_block_count=None`` the plan decides, from the budget and the number of workers.
     """
 
     def __init__(
         self,
         loader: Loader,
-        smm: SharedMemoryManager | None,  # noqa: ARG002 - tinyloader's interface
-        memory_pool_block_count: int | None,
+        smm: SharedMemoryManager | None = None,  # noqa: ARG002 - tinyloader's interface
+        memory_pool_block_count: int | None = None,
     ) -> None:
+        _check_loader(loader)
+        check_count("memory_pool_block_count", memory_pool_block_count, least=1, optional=True)
         self.loader = loader
         self.memory_pool_block_count = memory_pool_block_count
 
@@ -120,6 +155,7 @@ def _tensors(value: Any) -> Any:
 
 def load(loader: Loader, items: Iterable[Any]) -> Generator[Any, None, None]:
     """Load one item after the other in this process, each when it is asked for."""
+    _check_loader(loader)
     # Nothing of a sample has a name here: it would be held while the loop works on it.
     return (loader.post_process(_loaded(loader, asked)) for asked in _asked(loader, items))
 
@@ -140,10 +176,13 @@ def load_with_workers(
     that lie there at once (at least 2); ``memory`` is the budget for shared memory and workers together, as a
     ``Feed`` takes it. Items are drawn only as far ahead as there are free blocks, so they may be an endless generator.
     """
+    _check_loader(loader)
+    check_count("num_worker", num_worker, least=0, optional=True)
+    check_count("memory_pool_block_count", memory_pool_block_count, least=1, optional=True)
     if memory_pool_block_count is None and isinstance(loader, SharedMemoryShim):
         memory_pool_block_count = loader.memory_pool_block_count
     feed = Feed(
-        _asked(loader, items),
+        _asked(loader, iter(items)),
         _Load(loader),
         batch_size=1,
         collate_fn=_single,  # of one sample, so that no axis is added to its arrays, and each may have its own form
@@ -151,9 +190,17 @@ def load_with_workers(
         memory=memory,
     )
     if memory_pool_block_count is not None:
-        check_count("memory_pool_block_count", memory_pool_block_count, least=1)
         feed._limit_slots(memory_pool_block_count)
     return Loading(loader, feed)
+
+
+def _check_loader(loader: Any) -> None:
+    """Anything with a loader's methods will do, whatever it is a subclass of."""
+    if isinstance(loader, type):
+        raise TypeError(f"loader={loader.__name__} is a class: give an instance of it, {loader.__name__}()")
+    methods = ("make_request", "load", "post_process", "shutdown")
+    if missing := [name for name in methods if not callable(getattr(loader, name, None))]:
+        raise TypeError(f"loader={shown(loader, 100)} has no {', '.join(missing)}: give a subclass of Loader")
 
 
 class Loading:
@@ -163,20 +210,40 @@ class Loading:
         self._loader = loader
         self._closed = False
         self._entered = False
+        self._over = False
+        self._results: ref[Generator[Any, None, None]] | None = None
         self.feed = feed
         """The feed below it, with its ``plan`` and ``stats``."""
 
     def __iter__(self) -> Generator[Any, None, None]:
-        """What ``post_process`` makes of each item, in order."""
+        """What ``post_process`` makes of each item, in order; always the same generator, until it is over."""
+        if self._over or self._closed:
+            raise FeedClosed(_OVER)
+        results = None if self._results is None else self._results()
+        if results is None:
+            results = self._generate()
+            self._results = ref(results)  # not held: a loop that is left has to end it
+        return results
+
+    def _generate(self) -> Generator[Any, None, None]:
         try:
             # A map holds nothing: the memory of a sample is free as soon as post_process and its result let it go.
-            yield from map(self._result, self.feed)
+            yield from map(self._result, self._packed())
+        finally:
+            self._over = True
+            if not self._entered:
+                self.close()
+
+    def _packed(self) -> Generator[tuple[bytes, list[Any]], None, None]:
+        """What comes of the feed, and what goes wrong there in the words of this interface."""
+        try:
+            with _WORDS.spoken():
+                yield from self.feed
+        except FeedClosed:
+            raise FeedClosed(_OVER) from None
         except LoadError as error:
             named = _named(error)
             raise named from named.__cause__
-        finally:
-            if not self._entered:
-                self.close()
 
     def __enter__(self) -> Generator[Any, None, None]:
         self._entered = True
