@@ -80,6 +80,10 @@ def load_twice(i: int) -> Any:
     return np.full(MiB(2) // 8, float(i)).astype(np.float32)
 
 
+def load_66(i: int) -> Any:
+    return np.full(20_000, i * np.ones(MiB(66) // 8)[0], np.float32)
+
+
 def load_text(i: int) -> str:
     return "x" * (100 if i < 500 else 300_000)
 
@@ -207,6 +211,8 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], dict[str, Any]]] = {
         lambda f: (range(300), load_twice),
         {"batch_size": "max", "num_workers": 3, "executor": "thread"},
     ),
+    # Nobody knows that before it was tried, and in a worker process there is no room to.
+    "a load of most of the budget": (MiB(80), lambda f: (range(20), load_66), {"batch_size": 4}),
     # Many small batches share a slot, and their texts are small at first.
     "texts that become large": (
         MiB(64),

@@ -1030,8 +1030,8 @@ class Engine:
         self._excessive = True
         where = f'in its threads (executor="{plan.executor}")' if plan.workers else "itself (num_workers=0)"
         self._excess = (
-            f"loads (or other threads of this process, while they ran) have kept {format_bytes(kept)}, so that the feed "
-            f"takes {format_bytes(used)} of a budget "
+            f"loads (or other threads of this process, while they ran) have kept {format_bytes(kept)}, so that the "
+            f"feed takes {format_bytes(used)} of a budget "
             f"of {format_bytes(plan.memory)}: this process loads {where}, where nothing can hold "
             'them to it. Worker processes can be limited and replaced: give executor="process" and num_workers=1 or '
             "more; or let load keep less"

@@ -70,6 +70,7 @@ More = Generator[Reply, Grant, None]
 
 # A probe looks at several items so that one odd one does not decide, but not for long.
 PROBE_ITEMS: Final = 8
+TRIAL_BYTES: Final = 48 * 2**20  # a template, and two threads with their stacks
 PROBE_S: Final = 0.02
 UNSEEN_BYTES: Final = 4 * 2**20  # a load that takes less is no danger to any budget
 KEPT_BYTES: Final = 64 * 1024  # samples up to this are kept from a probe: half a megabyte in all
@@ -269,12 +270,13 @@ class Filler:
         load_s, cpu_s = sorted(costs)[len(costs) // 2] if costs else (0.0, 0.0)
         ratio = None
         if loaded and gauge.apart:
-            load_s, cpu_s, ratio = self._pace(task, loaded, load_s, cpu_s)
+            two = TRIAL_BYTES + idle + 2 * peak <= program.memory  # at once, beside those who try them
+            load_s, cpu_s, ratio = self._pace(task, loaded, load_s, cpu_s, two=two)
         load_bytes = self._load_bytes(peak, spec, exact=gauge.apart)
         return Probe(spec, packed, load_s, cpu_s, load_bytes, idle, ratio, random)
 
     def _pace(
-        self, task: Task, loaded: list[tuple[int, Any]], load_s: float, cpu_s: float
+        self, task: Task, loaded: list[tuple[int, Any]], load_s: float, cpu_s: float, *, two: bool
     ) -> tuple[float, float, float | None]:
         """Times taken again where the first ones say little, and whether two loads run side by side."""
 
@@ -291,7 +293,7 @@ class Filler:
         try:
             if load_s < WARM_S and cpu_s > load_s / 2:
                 load_s = cpu_s = min(load_s, warm_s(once, len(loaded)))
-            tries = self.program.tries_threads and load_s <= MOST_S
+            tries = two and self.program.tries_threads and load_s <= MOST_S
             waits = cpu_s < load_s / 2
             return load_s, cpu_s, side_by_side(once, len(loaded), load_s, waits=waits) if tries else None
         except Exception:  # noqa: BLE001 - it loaded before; a batch will show what is wrong with it

@@ -26,7 +26,7 @@ from penstock._core.crew.inline import InlineCrew
 from penstock._core.crew.threads import ThreadCrew
 from penstock._core.delivery import Delivery, arriving, device_dtypes, device_row_bytes
 from penstock._core.engine import SKIPS_IN_A_ROW, Engine, Unit, all_failed, error_of
-from penstock._core.errors import BudgetError, PenstockError
+from penstock._core.errors import BudgetError, LoadError, PenstockError
 from penstock._core.fill import Failed
 from penstock._core.items import Picker, held_bytes
 from penstock._core.layout import PAGE, Layout, slot_bytes
@@ -126,8 +126,17 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             if isinstance(program.load, Into):
                 # A declared spec needs no sample: what cannot fit is refused before anything is started.
                 planner.solve(Probe(program.load.spec, 0, 1e-3, 1e-3, 0, 0), None)
-            crew = _make_crew(options, program, 0 if _too_small(options) else options.num_workers)
-            probe = _probe(options, schedule, crew, epoch, base)
+            crew = _make_crew(options, program, 0 if planner.alone else options.num_workers)
+            try:
+                probe = _probe(options, schedule, crew, epoch, base)
+            except LoadError as error:
+                if not (program.decides and crew.pids() and isinstance(error.__cause__, MemoryError)):
+                    raise
+                stats.peak_bytes = max(stats.peak_bytes, _peak_bytes(crew))
+                crew.close()
+                planner.alone = "a load finds no room in a worker process"
+                crew = InlineCrew(program)
+                probe = _probe(options, schedule, crew, epoch, base)
             if bare is not None:  # it knows all of its rows, not only those that were looked at
                 probe = dataclasses.replace(probe, spec=bare.spec().cast(options.cast))
         if options.lines is not None:  # the probe reads a few lines, a task a block of them
@@ -326,6 +335,8 @@ def _probe(options: Options, schedule: Schedule, crew: Crew, epoch: int, base: i
             unit = Unit(0, 0, indices, items, name=schedule.name)
             error = error_of(failed.failure, unit)
             if not failed.failure.left_out:
+                if error is failed.failure.error:
+                    raise error from None
                 raise error from failed.failure.error
             last, probe = (getattr(error, "item", None), failed.failure.error), None
         if probe is not None:
@@ -373,6 +384,10 @@ class _Planner:
         self._schedule = schedule
         self._program = program
         self._item_bytes = item_bytes
+        self.alone = ""
+        """Why there can be no worker processes, where it is left to the plan."""
+        if _too_small(options):
+            self.alone = f"a budget below {format_bytes(LEAST_CREW_BYTES)} has no room for worker processes"
         self.keeping = Keeping(None)
         """How samples are kept, once it is known what they are."""
         self._window = (
@@ -455,7 +470,7 @@ class _Planner:
         request = Request(
             memory=max(1, options.memory - kept_bytes),
             batch_size=options.batch_size,
-            num_workers=0 if _too_small(options) else options.num_workers,
+            num_workers=0 if self.alone else options.num_workers,
             isolated=self._isolated(mixing),
             group=None if mixing is None else self._batches_of(mixing),
             executor=options.executor if processes else "thread",
@@ -500,11 +515,8 @@ class _Planner:
             kept = (name, size, options.memory) if kept_bytes else None
             raise _does_not_fit(request, footprint, kept=kept) from None
         notes = plan.notes
-        if _too_small(options):
-            least = format_bytes(LEAST_CREW_BYTES)
-            notes = tuple(
-                note.replace("as asked", f"a budget below {least} has no room for worker processes") for note in notes
-            )
+        if self.alone:
+            notes = tuple(note.replace("as asked", self.alone) for note in notes)
         if (mixing := self._schedule.mixing) is not None:
             notes = (*notes, f"shuffled in blocks of {mixing.rows:,} items, {mixing.group:,} items mixed at a time")
         if program.collate is None:

@@ -39,6 +39,9 @@ __all__ = ["probed", "run", "settle"]
 
 # A budget that is far too small is told by the plan, in numbers, and not by a load that finds no memory.
 PROBE_LEAST_BYTES: Final = 256 * 2**20
+# Where it is left to the plan whether there are workers, trying one must not break the budget: what finds no room beside
+# a template and an idle worker is tried without them.
+PROBE_OTHERS_BYTES: Final = 32 * 2**20
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -186,7 +189,9 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
 def probed(filler: Filler, task: Task) -> Reply:
     """The answer to a probe."""
     reply = Reply(task.id, filler.worker, Status.PROBED)
-    machine.limit_data(max(filler.program.memory, PROBE_LEAST_BYTES))
+    program = filler.program
+    least = PROBE_LEAST_BYTES if not program.decides else PROBE_OTHERS_BYTES
+    machine.limit_data(max(program.memory - (PROBE_OTHERS_BYTES if program.decides else 0), least))
     try:
         reply.body = filler.probe(task, _Gauge())
     except Exception as error:  # noqa: BLE001 - whatever it is, the user gets to see it
