@@ -70,7 +70,7 @@ More = Generator[Reply, Grant, None]
 
 # A probe looks at several items so that one odd one does not decide, but not for long.
 PROBE_ITEMS: Final = 8
-TRIAL_BYTES: Final = 48 * 2**20  # a template, and two threads with their stacks
+TRIAL_BYTES: Final = 24 * 2**20  # a template, and the stacks of two threads
 PROBE_S: Final = 0.02
 UNSEEN_BYTES: Final = 4 * 2**20  # a load that takes less is no danger to any budget
 KEPT_BYTES: Final = 64 * 1024  # samples up to this are kept from a probe: half a megabyte in all

@@ -39,8 +39,8 @@ __all__ = ["probed", "run", "settle"]
 
 # A budget that is far too small is told by the plan, in numbers, and not by a load that finds no memory.
 PROBE_LEAST_BYTES: Final = 256 * 2**20
-# Where it is left to the plan whether there are workers, trying one must not break the budget: what finds no room beside
-# a template and an idle worker is tried without them.
+# Where it is left to the plan whether there are workers, trying one must not break the budget: what finds no room
+# beside a template and an idle worker is tried without them.
 PROBE_OTHERS_BYTES: Final = 32 * 2**20
 _PR_SET_PDEATHSIG: Final = 1
 
