@@ -21,6 +21,11 @@ def waits(i: int) -> Any:
     return np.full(64, i)
 
 
+def waits_long(i: int) -> Any:
+    time.sleep(0.012)  # so that waking up, on a busy machine, is little of it
+    return np.full(64, i)
+
+
 def waits_and_reads_a_global_file(i: int) -> Any:
     _file.seek(8 * i)
     time.sleep(0.003)  # another thread would move the file here
@@ -52,7 +57,7 @@ def test_a_load_that_waits_gets_threads_where_processes_do_not_fit() -> None:
 
 def test_a_load_that_waits_gets_more_processes_than_cores_where_they_fit() -> None:
     """As many as help: 16, whatever the number of cores, for one that waits nearly always."""
-    with Feed(range(100), waits, batch_size=8, memory="1 GiB") as feed:
+    with Feed(range(100), waits_long, batch_size=8, memory="1 GiB") as feed:
         assert feed.plan.executor == "process"
         assert feed.plan.workers == 16
         assert "as many fit, and a process can be limited and replaced" in feed.plan.notes[-1]
