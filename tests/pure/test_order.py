@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock._core.order import Order, Permutation, Window, mix, rng_for, windowed
+from penstock._core.order import Order, Permutation, Window, _table, mix, rng_for, windowed
 
 words = st.integers(-(2**63), 2**63 - 1)
 LARGE = 10**12
@@ -231,6 +231,20 @@ def test_another_world_size_goes_on_with_the_same_epoch(order: Order, before: in
             for rank in range(world)
         ]
         assert [index for step in zip(*seen, strict=True) for index in step] == sequence[: steps * world]
+
+
+@pytest.mark.parametrize("n", [100, 20_000, 200_000, 300_000])
+def test_an_order_that_was_prepared_is_the_same(n: int) -> None:
+    """The table is made by a thread while the epoch before is read: nobody sees that, but for the time it takes."""
+    alone = [Permutation(n, mix(1, 7, epoch))(np.arange(n)) for epoch in range(3)]
+    _table.cache_clear()
+    for epoch in range(3):
+        order = Order(n, True, seed=7, epoch=epoch)
+        order.prepare_next()
+        order.prepare_next()
+        assert np.array_equal(order.indices(0, n), alone[epoch])
+    for seed in range(5):  # nobody comes for these
+        Order(n, True, seed=seed, epoch=1).prepare_next()
 
 
 def test_epochs_and_seeds_differ() -> None:

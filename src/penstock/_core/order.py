@@ -10,7 +10,10 @@ It does not know what items are, where they are read, or how many workers there 
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
@@ -41,6 +44,7 @@ _FOR_GROUP: Final = 5
 # Up to here a table of the whole permutation is 1 MiB at most (32 bits an item), is made in some 10 ms, and costs less
 # in all than asking the network position by position.
 _TABLE_MOST: Final = 2**18
+_TABLE_LEAST: Final = 2**14  # smaller ones are made in less time than a thread takes to start
 _PIECE: Final = 2**13
 # With four rounds, differences between positions that share one half are far from uniform (144 sigma over 200 keys of
 # 70,001 positions); with six, none of 20 statistics differs from those of numpy's permutations.
@@ -95,6 +99,31 @@ def _stir(h: Words) -> Words:
 
 @lru_cache(maxsize=2)  # this epoch's and the next one's
 def _table(n: int, key: int) -> NDArray[np.uint32]:
+    if (making := _making.pop((n, key), None)) is None:
+        return _made_table(n, key)
+    making.join()
+    return making.table if making.table is not None else _made_table(n, key)
+
+
+class _Making(threading.Thread):
+    """Makes a table while the epoch before is being read: NumPy sorts without the GIL."""
+
+    def __init__(self, n: int, key: int) -> None:
+        super().__init__(name="penstock-order", daemon=True)
+        self._of = n, key
+        self.table: NDArray[np.uint32] | None = None
+
+    def run(self) -> None:
+        with suppress(MemoryError):  # then whoever needs it makes it, and tells
+            self.table = _made_table(*self._of)
+
+
+_making: dict[tuple[int, int], _Making] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_making.clear)  # threads are not forked
+
+
+def _made_table(n: int, key: int) -> NDArray[np.uint32]:
     # Hash and place in one word, the hash above: plain sorting is twice as fast as argsort, and the words are distinct,
     # so that it has one answer whatever its algorithm.
     # Piece by piece: fresh memory costs more than the work that is done in it.
@@ -278,6 +307,20 @@ class Order:
         if self.mixing is not None:
             return self.mixing.indices(self.length, places, seed=self.seed, epoch=self.epoch)
         return Permutation(self.length, mix(_FOR_ORDER, self.seed, self.epoch))(places)
+
+    def prepare_next(self) -> None:
+        """Begin to compute what the order of the next epoch needs beforehand, where that takes milliseconds."""
+        n, key = self.length, mix(_FOR_ORDER, self.seed, self.epoch + 1)
+        if not self.shuffle or self.mixing is not None or not _TABLE_LEAST <= n <= _TABLE_MOST or (n, key) in _making:
+            return
+        if len(_making) > 2:
+            _making.clear()  # nobody came for them
+        making = _Making(n, key)
+        try:
+            making.start()
+        except RuntimeError:  # no more threads are to be had, or Python is about to end
+            return
+        _making[n, key] = making
 
 
 def windowed(

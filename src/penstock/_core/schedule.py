@@ -181,10 +181,14 @@ class Schedule:
         if start:
             indices = order.indices(0, min(start, end))
             yield Unit(epoch, 0, indices, self.pick(indices, travels=cut.travels), inside, self.name)
+        prepared = False
         for at in range(start, end, size):
             offset = (at - start) % block
             if offset == 0:
                 ahead = order.indices(at, min(at + block, end))
+            if not prepared and 2 * at >= end:
+                prepared = True
+                order.prepare_next()
             indices = ahead[offset : offset + size]
             items = self.pick(indices, travels=cut.travels)
             yield Unit(epoch, at, indices, items, inside if at == 0 else 0, self.name)
