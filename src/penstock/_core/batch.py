@@ -127,8 +127,18 @@ def nbytes_of(leaves: Sequence[Any]) -> int:
         if size is not None:
             total += int(size)
         elif isinstance(leaf, list):
-            total += sum(map(len, leaf))
+            total += sum(len(value) if isinstance(value, str | bytes) else _tree_bytes(value) for value in leaf)
     return total
+
+
+def _tree_bytes(sample: Any) -> int:
+    """What a sample takes that waits to be collated, as far as its arrays and texts go."""
+    size = getattr(sample, "nbytes", None)
+    if size is not None:
+        return int(size)
+    if isinstance(sample, dict):
+        sample = list(sample.values())
+    return nbytes_of([list(sample)]) if isinstance(sample, list | tuple) else 8
 
 
 class Assembler:

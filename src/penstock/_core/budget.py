@@ -22,7 +22,7 @@ _UNITS: Final = {
     "t": 10**12, "tb": 10**12, "tib": 2**40,
 }  # fmt: skip
 _TEXT: Final = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-_MOST: Final = 2**56
+_MOST: Final = 2**60
 _HOW: Final = 'give bytes as an int, text such as "2 GiB", or a fraction of what is available such as 0.25'
 
 

@@ -497,7 +497,8 @@ class Engine:
             return unit
         batch = self.plan.batch_size // self._each
         size = self._together * batch
-        if self.plan.workers:  # whoever waits for the first batch of an epoch does not wait for a whole slot
+        # Whoever waits for the first batch of an epoch does not wait for a whole slot.
+        if unit.start == 0 or self.plan.workers:
             size = min(size, max(batch, unit.start // batch * batch))
         if len(unit.indices) <= size:
             return unit

@@ -74,6 +74,9 @@ class Epoch:
         self._given_bytes = 0
         """What was put together for the batch that the consumer has."""
         self._shared: _Shared | None = None
+        self._plain = False
+        """Whether its batches are handed out as they lie in the slot."""
+        self._each = 1 if launched is None else launched.options.each or 1
         self._put_by_units: list[Unit] = []
         self._segments: deque[list[int]] = deque()  # position, samples of it seen before, rows: of what was put by
 
@@ -135,9 +138,9 @@ class Epoch:
         launched = self._launched
         assert launched is not None
         engine, size = launched.engine, launched.plan.batch_size
-        if self._shared is not None:
+        if (shared := self._shared) is not None:
             if engine.run == self.run:
-                return self._slice(size)
+                return self._slice(size) if shared.rows - shared.at <= size or not self._plain else self._quick(size)
             self._shared = None
         while len(self._assembler) < size:
             found = engine.next_chunk(self.run, self.number)
@@ -178,6 +181,7 @@ class Epoch:
         row_size = nbytes_of(leaves) // chunk.rows if chunk.origin is None else layout.spec.sample_bytes
         copy_of = chunk if lease is None else None
         self._shared = _Shared(leaves, row_size, chunk.rows, unit.start, copy_of, chunk.batch, chunk.origin)
+        self._plain = copy_of is None and chunk.origin is None and launched.delivery is None
         return self._slice(engine.plan.batch_size)
 
     def _slice(self, size: int) -> Any:
@@ -205,6 +209,19 @@ class Epoch:
         if launched.delivery is not None:
             self._prefetch(launched.delivery)
         return launched.layout.spec.build(leaves)
+
+    def _quick(self, size: int) -> Any:
+        """The same for one that is not the last of its slot, and handed out as it lies there: it costs little more."""
+        launched, shared, stats = self._launched, self._shared, self._stats
+        assert shared is not None
+        assert launched is not None
+        at = shared.at
+        shared.at = end = at + size
+        self._place.move(self.number, shared.start + end // self._each, 0)
+        stats.samples += size
+        stats.batches += 1
+        stats.bytes += size * shared.row_bytes
+        return launched.layout.spec.build([leaf[at:end] for leaf in shared.leaves])
 
     def _collated(self, unit: Unit, chunk: Chunk) -> Any:
         launched = self._launched

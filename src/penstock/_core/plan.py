@@ -78,6 +78,11 @@ CHEAP_SLOTS_BYTES: Final = 4 * 2**20  # slots up to this much in all are not wor
 # as filling such a slot takes no longer than a consumer would notice.
 MOST_GROUP: Final = 16
 GROUPED_BYTES: Final = 8 * 2**20  # of all slots together: a slot stays about as large as a core's cache
+# Without workers nothing is read ahead, and the books of a slot are all that a batch of rows in memory costs besides.
+MOST_GROUP_ALONE: Final = 48
+GROUPED_ALONE_BYTES: Final = 512 * 2**10  # of a batch: larger ones take longer than the books
+SMALL_BYTES: Final = 32 * 2**10  # of a batch: of smaller ones there can be more slots
+GROUPED_ALONE_SHARE: Final = 16  # of the budget, between once and twice as many bytes as with workers
 GROUP_S: Final = 4e-3
 # A load may be slow now and then, and what shares its slot waits for it: where that is decided beforehand, for samples
 # that are kept, no load is taken to be faster than this. Elsewhere the engine puts together what proves to be quick.
@@ -495,7 +500,8 @@ class _Costs:
         """So many that no worker runs dry while the consumer holds two and one is ready."""
         free = min(WANTED_SLOTS if self.request.groups else MOST_SLOTS, CHEAP_SLOTS_BYTES // max(1, self.batch))
         if workers == 0:
-            return self.limited(max(STEADY_SLOTS, free))
+            shared = self.request.groups and SMALL_BYTES <= self.batch <= GROUPED_ALONE_BYTES
+            return self.limited(STEADY_SLOTS if shared else max(STEADY_SLOTS, free))
         return self.limited(max(WANTED_SLOTS, free, STEADY_SLOTS + ceil(workers / self.fillers())))
 
     def limited(self, slots: int) -> int:
@@ -557,7 +563,11 @@ def _ladder(costs: _Costs, wanted: int) -> Iterator[tuple[int, int]]:
 def _grouped(costs: _Costs, workers: int, slots: int) -> _Costs:
     """The same costs with as many batches in a slot as are cheap in memory and in time."""
     request = costs.request
-    most = MOST_GROUP if request.length is None else min(MOST_GROUP, request.length // (costs.rows * FEWEST_SLOTS))
+    most, most_bytes = MOST_GROUP, GROUPED_BYTES
+    if not workers and costs.batch <= GROUPED_ALONE_BYTES:
+        most, most_bytes = MOST_GROUP_ALONE, max(most_bytes, min(2 * most_bytes, request.memory // GROUPED_ALONE_SHARE))
+    if request.length is not None:
+        most = min(most, request.length // (costs.rows * FEWEST_SLOTS))
 
     worth = request.length if request.worth is None else request.worth
     kept, _ = _cache(request, costs.footprint, workers, request.memory - costs.total(workers, slots))
@@ -573,7 +583,7 @@ def _grouped(costs: _Costs, workers: int, slots: int) -> _Costs:
         if group > 1 and group * costs.rows * load_s > patience_s:
             return False
         larger = replace(costs, group=group)
-        return larger.arena(slots) <= GROUPED_BYTES and larger.total(workers, slots) <= request.memory
+        return larger.arena(slots) <= most_bytes and larger.total(workers, slots) <= request.memory
 
     return replace(costs, group=max(1, _last(fits, max(1, most))))
 
