@@ -61,7 +61,22 @@ def _read_files(paths: list[str], size_bytes: int, least_s: float, start: Any, a
     answer.close()
 
 
-def _read(job: Job, processes: int) -> float:
+def _load_items(items: list[Any], load: Callable[[Any], Any], least_s: float, start: Any, answer: Any) -> None:
+    """The same for whatever a load does; what it gives is dropped."""
+    load(items[0])
+    start.wait()
+    loads, began = 0, time.perf_counter()
+    for item in itertools.cycle(items):
+        if (took := time.perf_counter() - began) >= least_s and loads:
+            break
+        load(item)
+        loads += 1
+    answer.send(loads / took)
+    answer.close()
+
+
+def _at_once(job: Job, processes: int, target: Callable[..., None], what: Any) -> float:
+    """Bare processes that do the same thing at once, and hand nothing over."""
     context = multiprocessing.get_context("spawn")
     least_s = min(job.least_s, _ENOUGH_S)
     start = context.Barrier(processes)
@@ -70,8 +85,8 @@ def _read(job: Job, processes: int) -> float:
     for number, (_, answer) in enumerate(pipes):
         # Each begins elsewhere, so that no two read the same file at the same time.
         first = len(job.items) * number // processes
-        paths = [*job.items[first:], *job.items[:first]]
-        crew.append(context.Process(target=_read_files, args=(paths, job.sample_bytes, least_s, start, answer)))
+        items = [*job.items[first:], *job.items[:first]]
+        crew.append(context.Process(target=target, args=(items, what, least_s, start, answer)))
         crew[-1].start()
         answer.close()
     rates = [float(question.recv()) for question, _ in pipes]
@@ -81,11 +96,15 @@ def _read(job: Job, processes: int) -> float:
 
 
 def _read_alone(job: Job) -> float:
-    return _read(job, 1)
+    return _at_once(job, 1, _read_files, job.sample_bytes)
 
 
 def _read_together(job: Job) -> float:
-    return _read(job, job.workers)
+    return _at_once(job, job.workers, _read_files, job.sample_bytes)
+
+
+def _load_together(job: Job) -> float:
+    return _at_once(job, job.workers, _load_items, job.load)
 
 
 def _share(job: Job) -> float:
@@ -199,6 +218,7 @@ LIMITS: Final[dict[str, tuple[str, Callable[[Job], float]]]] = {
     "read-1": ("one process reading page cache into reused memory", _read_alone),
     "read": ("all workers reading page cache into reused memory", _read_together),
     "share": ("one process loading, times the workers", _share),
+    "side-by-side": ("all workers loading at once, and nothing handed over", _load_together),
     "loops": ("a plain loop, times the workers", _loops),
     "disk": ("the cold files read in order", _disk),
     "waits": ("the workers waiting all the time", _waits),

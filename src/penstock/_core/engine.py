@@ -73,7 +73,7 @@ QUICK_TASK_S: Final = 4e-3
 LOOK_S: Final = 0.05  # those who ask for numbers after every batch do not get new ones every time
 # Where a batch has more tasks than it takes to share it evenly they are made larger, though not so that a slow item
 # would hold up much.
-TASKS_A_WORKER: Final = 8
+TASKS_A_WORKER: Final = 4
 MOST_TASK_S: Final = 8e-3
 SKIPS_IN_A_ROW: Final = 100  # so many items one after the other that are left out mean that all will be
 TASK_ITEM_BYTES: Final = 2**19  # a task is made smaller where its items are large: they travel, and are held twice

@@ -61,7 +61,7 @@ class Images:
     measured = True
 
     def __init__(self, paths: Sequence[str], labels: Array | None, classes: tuple[str, ...], decoder: Decoder) -> None:
-        self.paths: Sequence[str] = Names(paths)
+        self.paths = Names(paths)
         """The files, in the order of their indices."""
         self.labels = labels
         """The label of each; None if there are none."""
@@ -89,7 +89,7 @@ class Images:
 
     def carried(self, indices: Array) -> list[tuple[str, int]]:
         """The path and the label of each: a worker need not know all of them."""
-        paths = [self.paths[index] for index in indices.tolist()]
+        paths = self.paths.chosen(indices)
         labels = [0] * len(paths) if self.labels is None else self.labels[indices].tolist()
         return list(zip(paths, labels, strict=True))
 
