@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock._core.names import Names
 
-TEXTS = st.lists(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=12), max_size=30)
+TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12), max_size=30)
 
 
 @given(TEXTS, st.data())
