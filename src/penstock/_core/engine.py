@@ -75,6 +75,9 @@ LOOK_S: Final = 0.05  # those who ask for numbers after every batch do not get n
 # would hold up much.
 TASKS_A_WORKER: Final = 4
 MOST_TASK_S: Final = 8e-3
+BLOCK_TASK_BYTES: Final = 8 * 2**20
+TOLD_BYTES: Final = 40 * 2**20  # enough for the disks that were tried, and a page cache has room for it
+BLOCK_TASKS: Final = 3  # a worker, of a slot
 SKIPS_IN_A_ROW: Final = 100  # so many items one after the other that are left out mean that all will be
 TASK_ITEM_BYTES: Final = 2**19  # a task is made smaller where its items are large: they travel, and are held twice
 COPY_TASK_BYTES: Final = 4 * 2**20  # the same for samples that only have to be copied
@@ -151,6 +154,7 @@ class Engine:
         held: Callable[[], int] = int,
         mixing: Mixing | None = None,
         cache: Callable[[AnyArena], Store | None] | None = None,
+        scatters: bool = False,
     ) -> None:
         self.crew = crew
         self.plan = plan
@@ -158,6 +162,8 @@ class Engine:
         self.mode = mode
         self._each = samples_per_item or 1
         self._mixing = mixing if mode is Mode.ROWS else None
+        self._scatters = scatters
+        """Whether blocks are read straight to where their rows belong, so that a worker holds none of them."""
         slots = plan.slots + plan.staging_slots
         self._spare = spare_bytes
         self._regions = Regions(crew.arena, slots, slot_bytes, spare_bytes)
@@ -570,7 +576,8 @@ class Engine:
                 chunk.rows, unit.open = count * self._each, 0
                 self._ledger.done(idents[0])
                 return
-        for ident, part in zip(idents, parts, strict=True):
+        told = self._told(unit, parts) if self._mixing is not None and self._scatters and left is None else None
+        for number, (ident, part) in enumerate(zip(idents, parts, strict=True)):
             start, places = (part.start, None) if isinstance(part, slice) else (0, part)
             part = part if left is None else _row(left[part])  # from here on: which items of the unit
             if isinstance(part, slice):
@@ -580,6 +587,7 @@ class Engine:
             indices = unit.indices[part]
             task = Task(ident, chunk.slot, offset, capacity, start * self._each, unit.epoch, indices, items, unit.skip)
             task.places = places
+            task.ahead = None if told is None else told[number]
             loaded = len(indices)
             if kept is not None and self.cache is not None:
                 task.kept = kept[part] if self.mode is Mode.ROWS else kept
@@ -592,12 +600,29 @@ class Engine:
         """Which of these items each task has: so many that follow each other, or those of a block."""
         if self._mixing is not None:
             by_block = np.argsort(indices)
-            return np.split(by_block, self._mixing.cuts(indices[by_block]))
+            cuts = self._mixing.cuts(indices[by_block])
+            each = self._blocks_a_task(len(cuts) + 1, len(indices))
+            return np.split(by_block, cuts[each - 1 :: each])
         count = len(indices)
         size = count if self.mode is not Mode.ROWS else self._rows_a_task(count, loaded)
         if self.mode is Mode.ROWS and weight > TASK_ITEM_BYTES:
             size = min(size, count * TASK_ITEM_BYTES // weight + 1)
         return [slice(start, start + size) for start in range(0, count, size)]
+
+    def _blocks_a_task(self, blocks: int, count: int) -> int:
+        """Blocks that one worker reads at once; everybody has a few such tasks."""
+        if not self._scatters:
+            return 1
+        block_bytes = max(1, count * self._each * self.plan.sample_bytes // blocks)
+        return max(1, min(BLOCK_TASK_BYTES // block_bytes, blocks // (BLOCK_TASKS * max(1, self.plan.workers))))
+
+    def _told(self, unit: Unit, parts: Sequence[Part]) -> list[npt.NDArray[np.int64]]:
+        """What each task is to tell the system of, so that a disk always knows of so many bytes beyond what is read."""
+        size = max(1, len(unit.indices) * self._each * self.plan.sample_bytes // len(parts))
+        many = max(1, TOLD_BYTES // size)
+        own = [unit.indices[part] for part in parts]
+        none = np.empty(0, np.int64)
+        return [np.concatenate(own[: many + 1]), *own[many + 1 :], *[none] * min(many, len(parts) - 1)]
 
     def _chunk(self, tasks: Sequence[int]) -> Chunk:
         batch = self._next_batch

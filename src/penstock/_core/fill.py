@@ -585,7 +585,9 @@ class Filler:
             self.beat(Failure.TOGETHER)
             try:
                 left.sort(key=task.indices.__getitem__)
-                _scatter(reader, _where(task, left), columns, rows[left], leaves)
+                if task.ahead is not None and len(task.ahead) and isinstance(reader, Scatters):
+                    reader.tell(np.sort(task.ahead))
+                _scatter(reader, _where(task, left), columns, rows[left], leaves, told=task.ahead is not None)
                 return
             except Room:
                 raise
@@ -961,10 +963,12 @@ class Filler:
         raise AssertionError
 
 
-def _scatter(reader: Reader, indices: Any, columns: list[Array], places: Any, leaves: Sequence[Leaf]) -> None:
+def _scatter(
+    reader: Reader, indices: Any, columns: list[Array], places: Any, leaves: Sequence[Leaf], *, told: bool
+) -> None:
     """Read rows that lie beside each other into places that do not, without another copy if the reader can."""
     if isinstance(reader, Scatters):
-        reader.scatter(indices, columns, places, leaves)
+        reader.scatter(indices, columns, places, leaves, told=told)
         return
     out = [np.empty((len(indices), *column.shape[1:]), column.dtype) for column in columns]
     reader.read_into(indices, out, leaves)

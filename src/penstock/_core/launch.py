@@ -176,6 +176,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             held=lambda: schedule.held_bytes,
             mixing=schedule.mixing,
             cache=cache,
+            scatters=planner.scatters,
         )
         engine.stats = stats
         growth = plan.worker_bytes - probe.process_bytes + (plan.free_bytes - spare) // max(1, plan.workers)
@@ -551,10 +552,15 @@ class _Planner:
         items = min(items, -(-length // self._options.world))
         return max(1, -(-items * (self._options.each or 1) // self._options.batch_size))
 
+    @property
+    def scatters(self) -> bool:
+        """Whether rows of a block are read straight to where they belong."""
+        source = self._options.source
+        return source is not None and self._options.load is None and isinstance(source.reader(), Scatters)
+
     def _block_bytes(self, probe: Probe, mixing: Mixing | None) -> int:
         """What a worker holds of a block while it puts its rows where they belong."""
-        source = self._options.source
-        if mixing is None or source is None or (self._options.load is None and isinstance(source.reader(), Scatters)):
+        if mixing is None or self._options.source is None or self.scatters:
             return 0
         return mixing.rows * probe.sample_bytes
 

@@ -94,8 +94,16 @@ class Unread:
 class Scatters(Protocol):
     """A reader that can put samples which lie beside each other into rows that do not, without a copy in between."""
 
-    def scatter(self, indices: Indices, columns: Sequence[Array], places: Indices, leaves: Sequence[Leaf]) -> None:
-        """Write the samples at sorted ``indices`` into these rows of the columns."""
+    def scatter(
+        self, indices: Indices, columns: Sequence[Array], places: Indices, leaves: Sequence[Leaf], *, told: bool
+    ) -> None:
+        """Write the samples at sorted ``indices`` into these rows of the columns.
+
+        ``told``: the system knows of them from ``tell``.
+        """
+
+    def tell(self, indices: Indices) -> None:
+        """Have the system begin to read these, and do not wait for it."""
 
 
 @runtime_checkable
@@ -169,14 +177,19 @@ class _InFile:
     larger_than_ram: bool = False
     """Whether it will have left the page cache before it is read again anyway."""
 
-    def tell(self, indices: Indices) -> None:
-        """Have the kernel begin to read these rows, which are sorted, and do not wait for it."""
+    def tell(self, indices: Indices, *, absent: bool = False) -> None:
+        """Have the kernel begin to read these rows, which are sorted, and do not wait for it.
+
+        ``absent``: only what it does not have already, which takes a moment to see and saves more.
+        """
         cuts = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
         fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
             for start, stop in itertools.pairwise(cuts):
                 where = self.offset + int(indices[start]) * self.stride
-                os.posix_fadvise(fd, where, (stop - start) * self.stride, os.POSIX_FADV_WILLNEED)
+                size = (stop - start) * self.stride
+                if not (absent and _is_here(fd, where) and _is_here(fd, where + size - 1)):
+                    os.posix_fadvise(fd, where, size, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(fd)
 
@@ -273,12 +286,12 @@ class _InShards:
         file = int(self.starts.searchsorted(index, "right")) - 1
         return Row(self.files[file].path, index - int(self.starts[file]))
 
-    def tell(self, indices: Indices) -> None:
+    def tell(self, indices: Indices, *, absent: bool = False) -> None:
         numbers = self.starts.searchsorted(indices, "right") - 1
         cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(indices)]
         for start, stop in itertools.pairwise(cuts):
             number = int(numbers[start])
-            self.files[number].tell(indices[start:stop] - self.starts[number])
+            self.files[number].tell(indices[start:stop] - self.starts[number], absent=absent)
 
     def rows(self, indices: Indices, out: Array) -> None:
         numbers = self.starts.searchsorted(indices, "right") - 1
@@ -310,6 +323,17 @@ class _InShards:
 
 
 _ahead: Final = _Ahead()
+
+
+def _is_here(fd: int, at: int) -> bool:
+    """Whether the page with this byte is in the page cache; if nobody can tell, it is taken not to be."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    try:
+        os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT)
+    except OSError:
+        return False
+    return True
 
 
 def _rows(part: _InMemory | _InFile | _InShards, indices: Indices, out: Array) -> None:
@@ -400,9 +424,20 @@ class _ArrayReader:
             if wide is not rows:
                 store(rows, wide, leaf, _called(indices))
 
-    def scatter(self, indices: Indices, columns: Sequence[Array], places: Indices, leaves: Sequence[Leaf]) -> None:
+    def tell(self, indices: Indices) -> None:
+        if hasattr(os, "posix_fadvise"):
+            for part in self.parts:
+                if not isinstance(part, _InMemory):
+                    part.tell(indices, absent=True)
+
+    def scatter(
+        self, indices: Indices, columns: Sequence[Array], places: Indices, leaves: Sequence[Leaf], *, told: bool
+    ) -> None:
         for part, column, leaf in zip(self.parts, columns, leaves, strict=True):
             if isinstance(part, _InFile | _InShards) and leaf.dtype == leaf.stored:
+                if told:
+                    part.scatter(indices, column, places)
+                    continue
                 if _ahead.begin(len(indices) * column[0].nbytes):
                     part.tell(indices)
                 part.scatter(indices, column, places)

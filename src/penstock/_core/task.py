@@ -89,6 +89,9 @@ class Task:
     """Where a cache has the samples or wants them; None if there is none, or if it has no part in this task."""
     first: int = 0
     """Items before this place are done: a worker that had no room for the next one wrote them (ROWS)."""
+    ahead: npt.NDArray[np.int64] | None = None
+    """What tasks after this one will read, to tell the system now; this one's own were told before, where it is not
+    None."""
     handed: dict[int, int] = dataclasses.field(default_factory=dict)
     """Of ``skip``, how many belong to which item, as far as this task handed them over. Does not travel."""
 

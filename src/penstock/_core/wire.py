@@ -31,7 +31,7 @@ __all__ = [
     "ident_of",
 ]
 
-_TASK: Final = struct.Struct("<QIIQQIqIBIBII")
+_TASK: Final = struct.Struct("<QIIQQIqIBIBIIq")
 _REPLY: Final = struct.Struct("<QHBQd")
 _NOTICE: Final = struct.Struct("<B5q")
 
@@ -74,13 +74,15 @@ def encode_task(task: Task) -> bytes:
         task.places is not None,
         task.first,
         0 if task.kept is None else len(task.kept),
+        -1 if task.ahead is None else len(task.ahead),
     )
     places = task.places.tobytes() if task.places is not None else b""
     items = [dump_items([item]) for item in task.items or ()] if apart else task.items
     body = dump_items(items) if items is not None else b""
     barred = np.array(task.barred, np.int64).tobytes() if task.barred else b""
     kept = task.kept.tobytes() if task.kept is not None else b""
-    return b"".join((head, task.indices.tobytes(), places, barred, kept, body))
+    ahead = task.ahead.tobytes() if task.ahead is not None else b""
+    return b"".join((head, task.indices.tobytes(), places, barred, kept, ahead, body))
 
 
 def ident_of(data: bytes) -> int:
@@ -105,6 +107,7 @@ def decode_task(data: bytes, note: Callable[[int], None] | None = None) -> Task:
         has_places,
         first,
         shelved,
+        told,
     ) = _TASK.unpack_from(data)
     at = _TASK.size + 8 * count
     indices = np.frombuffer(data, np.int64, count, _TASK.size)
@@ -115,10 +118,12 @@ def decode_task(data: bytes, note: Callable[[int], None] | None = None) -> Task:
     barred = tuple(np.frombuffer(data, np.int64, bars, at).tolist()) if bars else ()
     at += 8 * bars
     kept = np.frombuffer(data, np.int64, shelved, at) if shelved else None
-    items = pickle.loads(memoryview(data)[at + 8 * shelved :]) if has_items else None
+    at += 8 * shelved
+    ahead = np.frombuffer(data, np.int64, told, at) if told >= 0 else None
+    items = pickle.loads(memoryview(data)[at + 8 * max(0, told) :]) if has_items else None
     if has_items == 2 and items is not None:
         items = [None if o in barred else _unpacked(packed, o, note) for o, packed in enumerate(items)]
-    return Task(ident, slot, offset, capacity, start, epoch, indices, items, skip, barred, places, kept, first)
+    return Task(ident, slot, offset, capacity, start, epoch, indices, items, skip, barred, places, kept, first, ahead)
 
 
 def _unpacked(packed: bytes, ordinal: int, note: Callable[[int], None] | None) -> Any:
