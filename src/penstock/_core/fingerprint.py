@@ -46,7 +46,7 @@ def _rows(source: Source, places: npt.NDArray[np.int64]) -> list[Any]:
     """Rows of a source; one that cannot be read is told of when it is wanted, not when a state is saved."""
     reader = source.reader()
     try:
-        return reader.read(places)
+        return list(reader.read(places))
     except Exception:  # noqa: BLE001 - same as above
         return [_row(reader, places[at : at + 1]) for at in range(len(places))]
 

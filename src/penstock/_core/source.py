@@ -23,8 +23,8 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol, overload, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +55,7 @@ class Reader(Protocol):
         Called only if all leaves are arrays.
         """
 
-    def read(self, indices: Any) -> list[Any]:
+    def read(self, indices: Any) -> Sequence[Any]:
         """The samples themselves, for a load function that goes on from there."""
 
 
@@ -411,6 +411,30 @@ def _consecutive(indices: Indices) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Samples(Sequence[Any]):
+    """Rows of arrays, each made a sample when it is asked for. It travels as a few arrays, however many there are."""
+
+    tree: optree.PyTreeSpec
+    columns: list[Array]
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    @overload
+    def __getitem__(self, key: int) -> Any: ...
+    @overload
+    def __getitem__(self, key: slice) -> Samples: ...
+    def __getitem__(self, key: int | slice) -> Any:
+        if isinstance(key, slice):
+            return Samples(self.tree, [column[key] for column in self.columns])
+        return optree.tree_unflatten(self.tree, [column[key] for column in self.columns])
+
+    def __iter__(self) -> Iterator[Any]:
+        tree = self.tree
+        return (optree.tree_unflatten(tree, leaves) for leaves in zip(*self.columns, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _ArrayReader:
     tree: optree.PyTreeSpec
     parts: tuple[_InMemory | _InFile | _InShards, ...]
@@ -452,13 +476,13 @@ class _ArrayReader:
                     store(stored, rows, leaf, _called(indices))
                     column[places] = stored
 
-    def read(self, indices: Indices) -> list[Any]:
-        columns = []
+    def read(self, indices: Indices) -> Samples:
+        columns: list[Array] = []
         for part, shape, dtype in zip(self.parts, self.shapes, self.dtypes, strict=True):
             column = np.empty((len(indices), *shape), dtype)
             _rows(part, indices, column)
             columns.append(column)
-        return [optree.tree_unflatten(self.tree, [column[i] for column in columns]) for i in range(len(indices))]
+        return Samples(self.tree, columns)
 
 
 class Arrays:
