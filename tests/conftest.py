@@ -53,6 +53,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_TEMP], ignore_errors=True)  # a read-only leftover is no reason to fail a green run
 
 
+# A fresh interpreter for each worker takes its time, and to the parent its deaths are like any other's. These are run by
+# `make test-all`; order, samples, spares, budget and endings are seen with "spawn" in every run.
+SPAWNS_SELDOM: Final = {"test_deaths.py", "test_lifecycle.py", "test_items.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        given = getattr(item, "callspec", None)
+        if item.path.name in SPAWNS_SELDOM and given is not None and "spawn" in str(given.params):
+            item.add_marker(pytest.mark.slow)
+
+
 # ---------------------------------------- what there is, by kind
 
 Things = dict[str, str]  # an identity that two snapshots agree on -> what to tell a person
@@ -194,6 +206,16 @@ def pytest_runtest_makereport(
     if not report.passed:
         item.stash[_FAILED] = True
     return report
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections() -> None:
+    """What is there before a file's tests is there for good: the collector, which tests call often, need not look at it.
+
+    With all frameworks imported a collection takes a third of a second, and most tests would pay for it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

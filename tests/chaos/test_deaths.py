@@ -808,7 +808,7 @@ def test_a_worker_that_was_stopped_and_continued_is_right() -> None:
         assert feed.stats.restarts == 0
 
 
-@pytest.mark.parametrize("who", ["worker", "everybody"])
+@pytest.mark.parametrize("who", ["worker", pytest.param("everybody", marks=pytest.mark.slow)])
 def test_closing_ends_processes_that_were_stopped(who: str) -> None:
     """They cannot answer, and are ended by force."""
     feed, _ = shaped("rows", 10_000, 0.001)

@@ -109,6 +109,7 @@ def soak(crew: str, epochs: int, feeds: int, stops: int) -> None:
         flat(stop_early, stops)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads /proc")
 def test_a_short_soak_of_processes_leaves_everything_flat() -> None:
     """A small part of what is promised."""

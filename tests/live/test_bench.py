@@ -253,7 +253,9 @@ def test_a_peer_that_is_installed_gives_right_content_on_every_workload(module: 
     )
 
 
-@pytest.mark.parametrize("name", ["rows", "cifar", "latency", "images"])
+@pytest.mark.parametrize(
+    "name", ["rows", *(pytest.param(n, marks=pytest.mark.slow) for n in ("cifar", "latency", "images"))]
+)
 def test_penstock_gives_right_content_in_each_of_its_ways(name: str) -> None:
     """The choices that `num_workers=None` is held against are the same samples."""
     ours = tuple(contender for contender in WORKLOADS[name].contenders if CONTENDERS[contender].ours)
