@@ -53,7 +53,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_TEMP], ignore_errors=True)  # a read-only leftover is no reason to fail a green run
 
 
-# A fresh interpreter for each worker takes its time, and to the parent its deaths are like any other's. These are run by
+# A fresh interpreter for each worker takes its time, and to the parent its deaths are like any other's. These are for
 # `make test-all`; order, samples, spares, budget and endings are seen with "spawn" in every run.
 SPAWNS_SELDOM: Final = {"test_deaths.py", "test_lifecycle.py", "test_items.py"}
 
@@ -210,7 +210,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_collections() -> None:
-    """What is there before a file's tests is there for good: the collector, which tests call often, need not look at it.
+    """What is there before a file's tests is there for good: the collector, which tests call often, may pass it over.
 
     With all frameworks imported a collection takes a third of a second, and most tests would pay for it.
     """
