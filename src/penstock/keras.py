@@ -11,6 +11,7 @@ Runs in the parent. Importing this imports Keras.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import operator
 import os
@@ -153,8 +154,9 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         """A dataset over a feed of your own, whose batches are inputs, (inputs, targets) or (inputs, targets, weights).
 
         Where batches cannot be had by number (blocks, a stream, ``samples_per_item=None``, ``on_error="skip"``),
-        ``ds[i]`` is whatever comes next. Where nobody knows how many there are, the dataset has no length, and after
-        the end the feed begins anew: give ``fit`` its ``steps_per_epoch``.
+        ``ds[i]`` is whatever comes next; what Keras asks for only to build a model comes again. Where nobody knows how
+        many there are, the dataset has no length, and after the end the feed begins anew: give ``fit`` its
+        ``steps_per_epoch``.
         """
         if not isinstance(feed, Feed):
             raise TypeError(f"from_feed takes a penstock.Feed, not a {type(feed).__name__}")
@@ -178,6 +180,7 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         self._early: dict[Batch, Any] = {}
         self._last: Batch = (-1, -1)
         self._shuffled = False
+        self._first: tuple[Any, ...] | None = None  # a batch of a stream that was only looked at
         self._run = 0
         self._reading: Epoch | None = None
         self._coming: deque[Batch] = deque()
@@ -211,8 +214,7 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
     def _batch(self, number: int) -> tuple[Any, ...]:
         if not self._feed._options.picks:
             with self._turn:
-                self._asked = True
-                return _as_tuple(self._whatever_comes())
+                return self._next_of_stream(number)
         count = len(self._feed)
         if not -count <= number < count:
             raise IndexError(f"there is no batch {number}: the dataset has {count}")
@@ -229,6 +231,16 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
             return _as_tuple(batch)
         places = self._feed._places(epoch, number)
         return (batch, *(optree.tree_map(lambda column: column[places], tree) for tree in self._beside))
+
+    def _next_of_stream(self, number: int) -> tuple[Any, ...]:
+        """Whatever comes next; but to build a model Keras asks for batch 0 and begins again: nothing may be lost."""
+        batch, self._first = self._first, None
+        if batch is None:
+            batch = _as_tuple(self._whatever_comes())
+        if number == 0 and _is_building():
+            self._first = batch
+        self._asked = True
+        return batch
 
     def on_epoch_end(self) -> None:
         """Begin the next epoch, if anything of this one was asked for: Keras calls this twice after a validation."""
@@ -443,3 +455,13 @@ def _check_lengths(items: int, beside: tuple[Any, ...]) -> None:
                 raise ValueError(
                     f"{name} has the shape {list(column.shape)}, but there are {items} items: row i must belong to x[i]"
                 )
+
+
+def _is_building() -> bool:
+    """Whether Keras asks only to see what a batch looks like: nothing but the name of its function tells."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_symbolic_build":
+            return True
+        frame = frame.f_back
+    return False

@@ -428,6 +428,29 @@ def test_what_goes_wrong_is_told_with_what_a_dataset_has(read: Any, message: str
         assert "from_feed" not in str(caught.value)
 
 
+def test_what_keras_takes_to_build_a_model_is_not_lost() -> None:
+    """It asks for the first batch, makes the layers, and begins again; a stream cannot."""
+    seen: list[list[float]] = []
+
+    class Noted(FeedDataset):
+        def __getitem__(self, index: Any) -> tuple[Any, ...]:
+            batch = super().__getitem__(index)
+            seen.append(np.asarray(batch[0])[:, 0].tolist())
+            return batch
+
+    def pair(i: int) -> Any:
+        return np.full(3, i, np.float32), np.float32(i)
+
+    with Feed(iter(range(1, 21)), pair, batch_size=4, memory="256 MiB", num_workers=0) as feed:
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Keras: shuffle is ignored
+            model.fit(Noted.from_feed(feed), steps_per_epoch=1, epochs=5, verbose=0)
+    batches = [[float(4 * k + i) for i in range(1, 5)] for k in range(5)]
+    assert seen == [batches[0], *batches]
+
+
 def test_a_stream_that_is_over_says_what_to_tell_keras() -> None:
     with Feed(iter(range(4)), load, batch_size=4, num_workers=0) as feed:
         ds = FeedDataset.from_feed(feed)

@@ -264,6 +264,33 @@ def test_two_threads_that_keep_what_the_other_needs_do_not_wait_for_each_other()
     assert sorted(ends) == [f"got {700 * 256}", "refused"]
 
 
+def test_a_large_request_is_not_passed_by_all_small_ones() -> None:
+    """They come in turn: one that needs most of the memory would else wait for as long as small ones come."""
+    place = Place("numpy", memory="1 MiB")
+    over, served = threading.Event(), threading.Event()
+
+    def small() -> None:
+        while not over.is_set():
+            with place(ones(100)) as x:
+                time.sleep(0.001)
+                del x
+
+    def large() -> None:
+        with place(ones(900)):
+            served.set()
+
+    threads = [threading.Thread(target=small) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    one = threading.Thread(target=large)
+    one.start()
+    assert served.wait(60)
+    over.set()
+    for thread in (*threads, one):
+        thread.join()
+    assert place.stats.refused == 0
+
+
 def test_memory_of_other_sizes_makes_way() -> None:
     """Many small blocks fill the budget; one large request gets them all, and the next small one uses the large."""
     place = Place("numpy", memory="1 MiB")

@@ -587,3 +587,18 @@ def test_an_index_is_built_side_by_side_and_is_the_same(tmp_path: Path, monkeypa
         assert bool(helpers) == (cores > 1)
         assert len(helpers) <= cores
     assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_long_line_of_a_compressed_file_that_finds_no_room_is_an_error(tmp_path: Path, on_error: Any) -> None:
+    """Its text travels; a task that finds no room for it is not taken to pieces, which it does not have."""
+    path = tmp_path / "late.txt.gz"
+    path.write_bytes(gzip.compress(b"short\n" * 1000 + b"h" * 5_000_000 + b"\n" + b"short\n" * 1000))
+    with (
+        Feed(penstock.lines(path), batch_size=64, memory="64 MiB", num_workers=2, on_error=on_error) as feed,
+        pytest.raises(PenstockError, match=r"MemoryError|the texts of a batch"),
+    ):
+        for _ in feed:
+            pass
+    with Feed(penstock.lines(path), batch_size=64, memory="256 MiB", num_workers=2) as feed:
+        assert sum(len(batch) for batch in feed) == 2001

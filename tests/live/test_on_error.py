@@ -110,6 +110,21 @@ def test_skip_keeps_order_and_full_batches_whoever_loads(crew: str, size: int, d
         assert str(feed.stats.skipped[0][1]) == "no sample 3"
 
 
+def grows_or_fails(i: int) -> str:
+    if i % 5 == 4:
+        raise ValueError(i)
+    return f"{i}:" + "x" * (10 if i < 40 else 5000 + i % 7)
+
+
+@each_crew
+@pytest.mark.parametrize("size", [7, 8])
+def test_texts_that_grow_are_right_where_items_are_left_out(crew: str, size: int) -> None:
+    """A row that was left out has the length of what stood there before, which may be too long for its cell."""
+    with feed_of(crew, range(600), grows_or_fails, batch_size=size, on_error="skip", memory="256 MiB") as feed:
+        seen = [text for epoch in feed.epochs(2) for batch in epoch for text in batch]
+    assert seen == 2 * [grows_or_fails(i) for i in range(600) if i % 5 != 4]
+
+
 @each_crew
 def test_skip_ends_with_the_users_error_when_everything_fails(crew: str) -> None:
     """From the first item on, or from the middle: after a hundred in a row, not after all of them."""

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import SpecError
+from penstock import BudgetError, SpecError
 from tests.live.crews import batches, each_crew, feed_of
 
 TEXTS = ["", "a", "żółć", "日本" * 20, "x" * 10_000, "nul\0inside", "\ud800 lone surrogate"]
@@ -411,3 +411,44 @@ def test_a_load_that_cannot_travel_says_what_to_do() -> None:
     with pytest.raises(penstock.PenstockError, match=r"cannot be sent to worker processes.*inside load"):
         batches("process", range(3), lambda i: lock.locked())
     assert batches("thread", range(3), lambda i: lock.locked())[0].tolist() == [False] * 3
+
+
+def grows(i: int) -> str:
+    return f"{i}:" + "x" * (50 if i < 300 else 200_000 + i * 7919 % 100_000)
+
+
+def gives_some_that_grow(i: int) -> Any:
+    return (grows(i + k) for k in range(i % 5))
+
+
+@each_crew
+def test_texts_that_grow_are_read_batch_by_batch_and_come_in_order(crew: str) -> None:
+    """Many small batches share a slot; when their texts are large, each gets one of its own, from the start again."""
+    with feed_of(crew, range(700), grows, batch_size=8, memory="256 MiB") as feed:
+        assert [text for batch in feed for text in batch] == [grows(i) for i in range(700)]
+        assert feed.stats.peak_bytes <= feed.plan.memory
+
+
+@each_crew
+@pytest.mark.parametrize(
+    ("load", "options"),
+    [
+        (grows, {"batch_size": 700}),
+        (gives_some_that_grow, {"batch_size": 256, "samples_per_item": None}),
+        (grows, {"batch_size": "max", "on_error": "skip", "shuffle": True}),
+    ],
+    ids=["rows", "flow", "skip"],
+)
+def test_texts_of_a_batch_that_do_not_fit_are_an_error_before_they_are_all_there(
+    crew: str, load: Any, options: dict[str, Any]
+) -> None:
+    """The first ones were small: it can only be seen on the way."""
+    with (
+        feed_of(crew, range(700), load, memory="96 MiB", **options) as feed,
+        pytest.raises(
+            BudgetError, match=r"the texts of a batch, which are larger than the first ones, .* give memory="
+        ),
+    ):
+        for _ in feed:
+            pass
+    assert feed.stats.peak_bytes <= feed.plan.memory

@@ -77,7 +77,8 @@ def rows_batch(layout: Layout, memory: Any, start: int, rows: int, texts: Texts,
             long = {row: data for row, column_at, data in texts if column_at == at}
             lengths, cells = columns[at][:rows].tolist(), columns[at + 1]
             width = leaf.shape[0]
-            data = [long[i] if n > width else cells[i, :n].tobytes() for i, n in enumerate(lengths)]
+            # The row of an item that is left out has the length of whatever stood there before, and no text.
+            data = [long.get(i, b"") if n > width else cells[i, :n].tobytes() for i, n in enumerate(lengths)]
             leaves.append([d.decode("utf-8", "surrogatepass") for d in data] if leaf.kind == "str" else data)
             at += 2
     return leaves
@@ -160,6 +161,11 @@ class Assembler:
     def nbytes(self) -> int:
         """Memory of the batches that are here, full or not."""
         return sum(nbytes_of(leaves) for leaves, _ in self._batches)
+
+    @property
+    def text_bytes(self) -> int:
+        """What of that is texts, which no slot has room for."""
+        return sum(nbytes_of([leaf for leaf in leaves if isinstance(leaf, list)]) for leaves, _ in self._batches)
 
     def add(self, leaves: list[Any], chosen: Sequence[int] | None, rows: int, size: int) -> None:
         """Copy these rows, or the ``chosen`` ones of them, into batches of ``size`` rows."""

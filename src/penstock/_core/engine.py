@@ -245,6 +245,12 @@ class Engine:
         """What a task's texts may take beside its slot: they are there up to four times, on their way and as str."""
         return max(LEAST_TEXT_BYTES, self._most_texts // 4)
 
+    def _room_for_texts(self, unit: Unit) -> int:
+        """The same for a unit: where many batches share a slot, all slots may fill up with texts at once."""
+        if len(unit.indices) * self._each <= self.plan.batch_size:
+            return self.text_bytes
+        return max(LEAST_TEXT_BYTES, self._most_texts // (4 * len(self._ledger)))
+
     # ---- one iteration
 
     def begin(self, units: Iterator[Unit], *, ahead: int) -> int:
@@ -477,7 +483,7 @@ class Engine:
         """Whether more may be begun, with the items of a stream and the texts that are here already."""
         if self._batch_texts and self._units:
             ahead = sum(max(chunk.text_bytes, self._batch_texts) for unit in self._units for chunk in unit.chunks)
-            if ahead + 4 * self._batch_texts > self._most_texts:
+            if ahead + 6 * self._batch_texts > self._most_texts:
                 return False
         if not self._weighs:
             return True
@@ -588,6 +594,7 @@ class Engine:
             task = Task(ident, chunk.slot, offset, capacity, start * self._each, unit.epoch, indices, items, unit.skip)
             task.places = places
             task.ahead = None if told is None else told[number]
+            task.text_bytes = self._room_for_texts(unit)
             loaded = len(indices)
             if kept is not None and self.cache is not None:
                 task.kept = kept[part] if self.mode is Mode.ROWS else kept
@@ -662,7 +669,8 @@ class Engine:
         if isinstance(reply.body, Failure):
             reply.body = _moved(reply.body, part)
         if reply.status is Status.FAILED and reply.body.ordinal == Failure.TEXTS:
-            self._crowd(unit, reply)
+            self._account(reply.task)
+            self._crowd(unit, reply.body.error.args[0])
             return
         if reply.status is Status.FAILED:
             if unit.failure is None or reply.body.ordinal < unit.failure.ordinal:
@@ -681,13 +689,18 @@ class Engine:
 
     def _finish(self, unit: Unit, chunk: Chunk, reply: Reply, *, last: bool) -> None:
         if self.mode is Mode.ROWS:
-            if reply.body:
+            if reply.body and not unit.crowded:
                 chunk.body = (chunk.body or []) + reply.body
                 chunk.text_bytes += _text_bytes(reply.body)
                 rows = len(unit.indices) * self._each
                 share = chunk.text_bytes * self.plan.batch_size // rows
                 self._batch_texts = max(self._batch_texts * 15 // 16, share)
                 self._texts_most = max(self._texts_most, self._texts())
+                if chunk.text_bytes > self._room_for_texts(
+                    unit
+                ):  # each task was within its limit, and all together are not
+                    self._crowd(unit, chunk.text_bytes)
+                    chunk.body, chunk.text_bytes = None, 0
             chunk.failures += reply.failures
             chunk.rows = len(unit.indices) * self._each
         elif self.mode is Mode.WHOLE:
@@ -706,13 +719,13 @@ class Engine:
         if not last:
             chunk.ready = True
 
-    def _crowd(self, unit: Unit, reply: Reply) -> None:
+    def _crowd(self, unit: Unit, size: int) -> None:
         """Texts took more than there is room for: what shares the slot is done batch by batch, if there is any."""
-        self._account(reply.task)
-        size: int = reply.body.error.args[0]
         unit.crowded = max(unit.crowded, size, 1)
         if len(unit.indices) * self._each <= self.plan.batch_size and unit.failure is None:
             unit.failure = Failure(0, self._texts_too_large(size), "")
+        if unit is self._units[0]:
+            self._put_back_later_units()  # and of its own tasks those that nobody has begun are not needed
 
     def _cut_up(self, unit: Unit) -> None:
         """Have a unit done again, each of its batches in a slot of its own."""
@@ -731,6 +744,12 @@ class Engine:
                 Unit(unit.epoch, unit.start + start, unit.indices[part], items, skip, unit.name, weight)
             )
 
+    def check_texts(self, size: int) -> None:
+        """Raise if the texts of a batch that is put together take more than there is room for."""
+        room = self._regions.slot_bytes + self._most_texts // 2  # they lay in a slot, as far as they fitted
+        if size > room:
+            raise self._texts_too_large(size)
+
     def _texts_too_large(self, size: int) -> BudgetError:
         least = self.plan.memory + max(0, 8 * size - self._most_texts) * 4 // 3 + MiB(2)
         found = f"took {format_bytes(size)} before it was over" if size else "found no room in the worker"
@@ -743,7 +762,7 @@ class Engine:
 
     def _withdraw(self) -> None:
         for task in self.crew.withdraw():
-            del self._by_task[task]
+            self._by_task.pop(task)[0].open -= 1
             self._account(task)
             if self.cache is not None:
                 self.cache.withdrawn(task)

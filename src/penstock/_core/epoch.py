@@ -343,6 +343,7 @@ class Epoch:
             good = [i for i in range(chunk.rows) if i // each not in lost] if lost else None
             self._assembler.add(leaves, good, chunk.rows, launched.plan.batch_size)
         engine.beside_bytes = self._assembler.nbytes + self._given_bytes
+        engine.check_texts(self._assembler.text_bytes)
         engine.release(chunk)
         if not self._put_by_units or self._put_by_units[-1] is not unit:
             self._put_by_units.append(unit)

@@ -72,6 +72,7 @@ More = Generator[Reply, Grant, None]
 PROBE_ITEMS: Final = 8
 TRIAL_BYTES: Final = 24 * 2**20  # a template, and the stacks of two threads
 PROBE_S: Final = 0.02
+COLLATED_PROBE_S: Final = 0.2  # samples that are collated differ in size: of a few more is more to be learned
 UNSEEN_BYTES: Final = 4 * 2**20  # a load that takes less is no danger to any budget
 KEPT_BYTES: Final = 64 * 1024  # samples up to this are kept from a probe: half a megabyte in all
 COLLATE_INDEX: Final = 1 << 62  # keeps the randomness of a collate_fn apart from that of its items
@@ -259,7 +260,7 @@ class Filler:
             fixed = fixed and not isinstance(program.load, Into) and not context.asked()
             if fixed and (wall_s > PROBE_S or spec.sample_bytes <= KEPT_BYTES):
                 self._kept[task.epoch, int(task.indices[ordinal])] = _copied(sample)
-            if time.perf_counter() - began > PROBE_S:
+            if time.perf_counter() - began > (PROBE_S if program.collate is None else COLLATED_PROBE_S):
                 break
             del sample, samples  # or the next load would seem to take this one too
         if spec is None and failures:
@@ -505,7 +506,7 @@ class Filler:
                 texts[:] = [t for t in texts if not first <= t[0] < first + each]
             elif len(texts) > seen:
                 beside += sum(len(text) for _, _, text in texts[seen:])
-                if 0 < self._text_bytes < beside:
+                if 0 < (task.text_bytes or self._text_bytes) < beside:
                     raise Failed(texts_too_large(beside))
             seen = len(texts)
         reply.body = texts or None
@@ -747,7 +748,7 @@ class Filler:
         held: list[Any] = []
         texts: list[tuple[int, int, bytes]] = []
         counts: list[tuple[int, int]] = []
-        filled = 0
+        filled = beside = 0
         to_skip = task.skip
         for ordinal, item in self._each(task):
             try:
@@ -755,7 +756,7 @@ class Filler:
                     if to_skip:
                         to_skip -= 1
                         continue
-                    if filled == rows:
+                    if filled == rows or 0 < self._text_bytes < beside:
                         body = (yield from self._pack(self._unpacked(held), task)) if listed else texts
                         moment = context.save()
                         grant = yield Reply(task.id, self.worker, Status.MORE, filled, body=(counts, body))
@@ -763,12 +764,14 @@ class Filler:
                         if grant.offset is None:
                             raise Room
                         task.slot, task.offset, task.capacity = grant.slot, grant.offset, grant.capacity
-                        held, texts, counts, filled = [], [], [], 0
+                        held, texts, counts, filled, beside = [], [], [], 0, 0
                     if listed:
                         self._admit(sample, item)
                         held.append(_owned(sample))
                     else:
+                        seen = len(texts)
                         self._write(self._slot(task.offset), filled, sample, item, texts)
+                        beside += sum(len(text) for _, _, text in texts[seen:])
                     filled += 1
                     if counts and counts[-1][0] == ordinal:
                         counts[-1] = (ordinal, counts[-1][1] + 1)

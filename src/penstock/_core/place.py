@@ -11,7 +11,9 @@ import dataclasses
 import gc
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal
@@ -90,6 +92,7 @@ class Place:
         self._holders: dict[int, int] = {}  # requests that are open: id -> thread
         self._lent: dict[Block, int] = {}  # blocks, some of requests that are over and whose arrays are kept -> thread
         self._waiting: set[int] = set()  # threads that wait for others
+        self._queue: deque[object] = deque()  # requests that wait, in the order in which they came
         self._requests = self._waits = self._refused = 0
 
     def __repr__(self) -> str:
@@ -170,25 +173,44 @@ class Place:
             )
         until = None if self._timeout is None else time.monotonic() + self._timeout
         me, waited = threading.get_ident(), False
+        ticket = object()
         with self._changed:
             while True:
-                if (blocks := self._try(classes, again=waited)) is not None:
+                mine = self._turn(ticket, me)
+                if mine and (blocks := self._try(classes, again=waited)) is not None:
+                    self._leave(ticket)
                     self._requests += 1
                     self._waits += waited
                     self._holders[id(request)] = me
                     self._lent.update(dict.fromkeys(blocks, me))
                     return blocks
-                others = self._others(me)
+                others = not mine or self._others(me)  # whoever is first will be served, or refused
                 left = LOOK_S if until is None else min(LOOK_S, until - time.monotonic())
                 if self._when_full == "raise" or left <= 0 or not (others or until is not None):
+                    self._leave(ticket)
                     self._refused += 1
                     raise self._full(need)
+                if not waited:
+                    self._queue.append(ticket)
                 waited = True
                 self._waiting.add(me)
                 try:
                     self._changed.wait(left)
+                except BaseException:
+                    self._leave(ticket)
+                    raise
                 finally:
                     self._waiting.remove(me)
+
+    def _turn(self, ticket: object, me: int) -> bool:
+        """Whether nobody waits who came before. Who holds something is not held up: others may wait for it."""
+        return not self._queue or self._queue[0] is ticket or me in self._holders.values()
+
+    def _leave(self, ticket: object) -> None:
+        """It waits no more, served or not."""
+        with suppress(ValueError):
+            self._queue.remove(ticket)
+        self._changed.notify_all()
 
     def _try(self, classes: list[int], *, again: bool) -> list[Block] | None:
         for settle in (_nothing, self._device.settle, gc.collect):

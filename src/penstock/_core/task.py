@@ -92,6 +92,8 @@ class Task:
     ahead: npt.NDArray[np.int64] | None = None
     """What tasks after this one will read, to tell the system now; this one's own were told before, where it is not
     None."""
+    text_bytes: int = 0
+    """What its texts may take beside the slot; 0: as much as any task's."""
     handed: dict[int, int] = dataclasses.field(default_factory=dict)
     """Of ``skip``, how many belong to which item, as far as this task handed them over. Does not travel."""
 

@@ -31,7 +31,7 @@ __all__ = [
     "ident_of",
 ]
 
-_TASK: Final = struct.Struct("<QIIQQIqIBIBIIq")
+_TASK: Final = struct.Struct("<QIIQQIqIBIBIIqQ")
 _REPLY: Final = struct.Struct("<QHBQd")
 _NOTICE: Final = struct.Struct("<B5q")
 
@@ -59,7 +59,8 @@ def _first_refusing(items: Any) -> Any:
 def encode_task(task: Task) -> bytes:
     """A task as bytes; each item by itself where they could not be unpacked together."""
     count = len(task.indices)
-    apart = Failure.TOGETHER in task.barred and task.items is not None
+    # Places of lines are one thing: there is nothing in them that could be unpacked by itself.
+    apart = Failure.TOGETHER in task.barred and task.items is not None and not hasattr(task.items, "blocks")
     head = _TASK.pack(
         task.id,
         task.slot,
@@ -75,6 +76,7 @@ def encode_task(task: Task) -> bytes:
         task.first,
         0 if task.kept is None else len(task.kept),
         -1 if task.ahead is None else len(task.ahead),
+        task.text_bytes,
     )
     places = task.places.tobytes() if task.places is not None else b""
     items = [dump_items([item]) for item in task.items or ()] if apart else task.items
@@ -108,6 +110,7 @@ def decode_task(data: bytes, note: Callable[[int], None] | None = None) -> Task:
         first,
         shelved,
         told,
+        text_bytes,
     ) = _TASK.unpack_from(data)
     at = _TASK.size + 8 * count
     indices = np.frombuffer(data, np.int64, count, _TASK.size)
@@ -123,7 +126,8 @@ def decode_task(data: bytes, note: Callable[[int], None] | None = None) -> Task:
     items = pickle.loads(memoryview(data)[at + 8 * max(0, told) :]) if has_items else None
     if has_items == 2 and items is not None:
         items = [None if o in barred else _unpacked(packed, o, note) for o, packed in enumerate(items)]
-    return Task(ident, slot, offset, capacity, start, epoch, indices, items, skip, barred, places, kept, first, ahead)
+    rest = (skip, barred, places, kept, first, ahead, text_bytes)
+    return Task(ident, slot, offset, capacity, start, epoch, indices, items, *rest)
 
 
 def _unpacked(packed: bytes, ordinal: int, note: Callable[[int], None] | None) -> Any:

@@ -97,7 +97,8 @@ class Deaths:
 
     def failures(self, task: Task) -> tuple[Failure, ...]:
         """The items that were barred from a task, which is over now."""
-        return tuple(self._barred.pop((task.id, o)) for o in task.barred if o != Failure.TOGETHER)
+        found = (self._barred.pop((task.id, o), None) for o in task.barred if o != Failure.TOGETHER)
+        return tuple(failure for failure in found if failure is not None)  # those that were told before are not again
 
     def _memory(self, code: int) -> str:
         """Whether it looks as if there was no memory left."""

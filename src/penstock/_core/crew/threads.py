@@ -22,6 +22,8 @@ from penstock._core.task import Busy, Failure, Grant, Reply, Status, Task
 
 __all__ = ["ThreadCrew"]
 
+HEAVY_BYTES = 2**18  # of the texts of a task
+LOOK_S = 1e-3
 _JOIN_S = 0.5  # long enough for a thread between two items, too short to wait for a load that hangs
 
 
@@ -171,8 +173,12 @@ def _work(
                     break
                 task.barred = (*task.barred, ordinal)
                 left_out.append(failure)
+        heavy = isinstance(reply.body, list) and sum(len(text) for _, _, text in reply.body) >= HEAVY_BYTES
         replies.put(reply)
         at.pop(info.id, None)
+        # Texts wait outside of any slot, and nobody counts them before they are taken.
+        while heavy and replies.qsize() > 1 and not closed.wait(LOOK_S):
+            pass
         # The next task may be long in coming, and these would keep its items and arrays alive.
         task = None
         del reply
