@@ -48,7 +48,7 @@ from penstock._core.errors import (
     said,
     shown,
 )
-from penstock._core.kept import Kept
+from penstock._core.kept import Began, Kept
 from penstock._core.ledger import Ledger, State
 from penstock._core.line_reader import Scatter, Stretch
 from penstock._core.order import Mixing
@@ -150,7 +150,7 @@ class Engine:
         samples_per_item: int | None,
         probe: Probe,
         items_bytes: int = 0,
-        began_bytes: int = 0,
+        began: Began = Began(),  # noqa: B008 - it cannot be changed
         held: Callable[[], int] = int,
         mixing: Mixing | None = None,
         cache: Callable[[AnyArena], Store | None] | None = None,
@@ -221,8 +221,8 @@ class Engine:
         self._samples_bytes = 0
         """What the samples of a collated batch take, in the process that collates them."""
         # Imports and books. What else has come since then is somebody else's.
-        self._launch_bytes = max(0, min(PARENT_BYTES, machine.anon_bytes(os.getpid()) - began_bytes))
-        self._kept = None if crew.pids() else Kept(threads=plan.workers, base=began_bytes)
+        self._launch_bytes = max(0, min(PARENT_BYTES, machine.anon_bytes(os.getpid()) - began.anon))
+        self._kept = None if crew.pids() else Kept(threads=plan.workers, began=began)
         self._excess: str | None = None
         """What there is to say of memory that nothing can hold back; said once, outside of the lock."""
         self._excessive = False
@@ -1052,7 +1052,7 @@ class Engine:
             return inside + kept
         # Whether threads are at their most at once nobody knows: never more than the process has grown in all.
         assert self._kept is not None
-        return min(max(inside, kept), self._kept.risen)
+        return min(max(inside, kept), self._kept.risen(self.stats.arena_bytes))
 
     def _look_at_excess(self) -> None:
         """Loads in this process keep more than the budget has room for: nothing stops them, so it is said."""

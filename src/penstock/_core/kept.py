@@ -12,11 +12,11 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from penstock._core import machine
 
-__all__ = ["Kept"]
+__all__ = ["Began", "Kept"]
 
 # A look takes a microsecond or two, and milliseconds where the heap is full of holes: then it is taken less often.
 SHARE: Final = 0.004
@@ -29,14 +29,28 @@ MOSTLY: Final = 0.5
 MUCH: Final = 0.1
 
 
+class Began(NamedTuple):
+    """What this process took when a feed began."""
+
+    anon: int = 0
+    rss: int = 0
+    peak: int = 0
+
+    @classmethod
+    def now(cls) -> Began:
+        """As it is at this moment."""
+        pid = os.getpid()
+        return cls(machine.anon_bytes(pid), machine.rss_bytes(pid), machine.peak_rss_bytes(pid))
+
+
 class Kept:
     """Adds up by how much the process grows while loads run and the consumer does not."""
 
-    def __init__(self, *, threads: int, base: int) -> None:
+    def __init__(self, *, threads: int, began: Began) -> None:
         self._threads = threads
         self._heap = machine.heap_gauge()
         self._base = machine.anon_bytes(os.getpid())
-        self._begun = base
+        self._began = began
         self._most = 0
         self._before: int | None = None
         self._began_s = self._next_s = self._cost_s = 0.0
@@ -97,11 +111,13 @@ class Kept:
         grown = self._grown * unseen
         return max(0, min(int(grown), machine.anon_bytes(os.getpid()) - self._base))
 
-    @property
-    def risen(self) -> int:
-        """By how much the process has grown at most since the feed began, whoever it was."""
+    def risen(self, arena_bytes: int) -> int:
+        """By how much the process has grown at most since the feed began, whoever it was, but for the arena."""
         self._most = max(self._most, machine.anon_bytes(os.getpid()))
-        return max(0, self._most - self._begun)
+        risen = self._most - self._began.anon
+        # The kernel keeps the most that there ever was: no look misses it, unless there was more before.
+        peak = machine.peak_rss_bytes(os.getpid())
+        return max(0, risen, peak - self._began.rss - arena_bytes if peak > self._began.peak else 0)
 
     @property
     def suspected(self) -> bool:

@@ -29,7 +29,9 @@ from penstock._core.engine import SKIPS_IN_A_ROW, Engine, Unit, all_failed, erro
 from penstock._core.errors import BudgetError, LoadError, PenstockError
 from penstock._core.fill import Failed
 from penstock._core.items import Picker, held_bytes
+from penstock._core.kept import Began
 from penstock._core.layout import PAGE, Layout, slot_bytes
+from penstock._core.limit import trim
 from penstock._core.line_reader import READ_BYTES
 from penstock._core.options import Options
 from penstock._core.order import Mixing
@@ -111,7 +113,7 @@ class Launched:
 
 def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, base: int, inside: int) -> Launched:
     """Make everything ready for an epoch that goes on from a place; raises what the first items show to be wrong."""
-    before = machine.anon_bytes(os.getpid())
+    began = Began.now()
     obstacle = _obstacle(options)
     program = _program(options, inside, tries_threads=obstacle is None)
     crew: Crew | None = None
@@ -137,6 +139,8 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
                 planner.alone = "a load finds no room in a worker process"
                 crew = InlineCrew(program)
                 probe = _probe(options, schedule, crew, epoch, base)
+            if not crew.pids():
+                trim()  # what malloc has kept of the probe's samples, threads will not use
             if bare is not None:  # it knows all of its rows, not only those that were looked at
                 probe = dataclasses.replace(probe, spec=bare.spec().cast(options.cast))
         if options.lines is not None:  # the probe reads a few lines, a task a block of them
@@ -172,7 +176,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             samples_per_item=options.each,
             probe=probe,
             items_bytes=planner.held_bytes(plan),
-            began_bytes=before,
+            began=began,
             held=lambda: schedule.held_bytes,
             mixing=schedule.mixing,
             cache=cache,

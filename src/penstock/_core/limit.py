@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from penstock._core import machine
 
-__all__ = ["RETIRED", "Birth", "Limit"]
+__all__ = ["RETIRED", "Birth", "Limit", "trim"]
 
 RETIRED: Final = 75  # exit code of a worker that ends because it has grown; sysexits calls it EX_TEMPFAIL
 TRIM_S: Final = 0.02  # giving back costs milliseconds, and the next load may want it again

@@ -43,6 +43,7 @@ __all__ = [
     "reset_peak",
     "resident_bytes",
     "rlimits",
+    "rss_bytes",
     "tree",
 ]
 
@@ -296,6 +297,11 @@ def limit_data(growth_bytes: int, *, above_bytes: int | None = None) -> None:
     limit = size + growth_bytes if hard == resource.RLIM_INFINITY else min(hard, size + growth_bytes)
     if size:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def rss_bytes(pid: int, *, root: str = "/") -> int:
+    """Resident memory of one process, shared pages in full; 0 if it is gone."""
+    return _kib(_read(root, f"/proc/{pid}/status"), "VmRSS")
 
 
 def peak_rss_bytes(pid: int, *, root: str = "/") -> int:

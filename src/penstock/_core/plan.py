@@ -70,6 +70,9 @@ FEWEST_SLOTS: Final = 2  # one that the consumer reads, one that is filled meanw
 SLACK_BYTES: Final = 4 * 2**20
 MOST_SLACK_BYTES: Final = 8 * 2**20  # for loads that differ, on top
 PIECED_BATCHES: Final = 3  # what the consumer has, what it gets, and what was begun of the next
+KEPT_BY_MALLOC_BYTES: Final = (
+    32 * 2**20
+)  # glibc maps larger blocks by themselves, and gives them back when they are freed
 STEADY_SLOTS: Final = 3  # the consumer lets go of a batch only after it took the next one
 WANTED_SLOTS: Final = 4  # and one in reserve for items that take longer than others
 MOST_SLOTS: Final = 8
@@ -314,7 +317,7 @@ class Plan:
 
 def thread_slack(load_bytes: int) -> int:
     """What malloc keeps for a thread of what its loads have freed."""
-    return min(load_bytes // 2, MOST_SLACK_BYTES)
+    return load_bytes if load_bytes <= KEPT_BY_MALLOC_BYTES else MOST_SLACK_BYTES
 
 
 def solve(request: Request, footprint: Footprint) -> Plan:
