@@ -153,6 +153,7 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
     def prepare() -> None:
         if (pidfd := spares.start()) is not None:
             poller.register(pidfd, select.POLLIN)
+            poller.register(spares.call, select.POLLIN)
             tell(Notice.SPARE, spares.pid)
 
     def reap(pidfd: int) -> None:
@@ -175,6 +176,10 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
         for fd, _ in poller.poll(min(waits_s) * 1000 if waits_s else None):
             if fd in children:
                 reap(fd)
+            elif fd == spares.call:
+                poller.unregister(fd)
+                if spares.is_here():
+                    prepare()
             elif fd == spares.pidfd:
                 children[fd] = (SPARE, spares.lost())
                 reap(fd)
@@ -233,21 +238,27 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
 
 
 class _Spares:
-    """One interpreter more than there are workers, which has imported everything and waits to be told who it is."""
+    """One interpreter more than there are workers, which has imported everything and waits to be told who it is.
+
+    Never are two of them on their way: each would take twice as long, and whoever dies meanwhile wait for both.
+    """
 
     def __init__(self, birth: dict[str, Any], tasks: Channel, replies: Channel) -> None:
         self.begin_s: float | None = None
         self.wanted = False
         self.pid = 0
         self.pidfd: int | None = None
+        """Of the one that waits; None if there is none."""
+        self.call = -1
+        """Where the last one says that it is here, until it has."""
         self._birth = birth
         self._fds = (tasks.fileno(), replies.fileno())
-        self._call: Channel | None = None
+        self._channel: Channel | None = None
         self._losses = 0
 
     def start(self) -> int | None:
         """Have one, if that is wanted and there is none: its pidfd. Nobody needs it as yet, so that it may fail."""
-        if not self.wanted or self.pidfd is not None:
+        if not self.wanted or self.pidfd is not None or self.call >= 0:
             return None
         try:
             ours, theirs = pair()
@@ -256,28 +267,41 @@ class _Spares:
         except OSError:
             self.wanted = False
             return None
-        self._call = ours
+        self._channel, self.call = ours, ours.fileno()
         return self.pidfd
+
+    def is_here(self) -> bool:
+        """The last one has said so, or will not any more: whether it is a worker by now, so that another may start."""
+        if self.call >= 0 and self._channel is not None:
+            with contextlib.suppress(OSError):
+                self._channel.receive_with_fd()  # left unread, it would take with it what was sent the other way
+        self.call = -1
+        if self.pidfd is None and self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        return self.pidfd is None
 
     def take(self, number: int, own: int) -> tuple[int, int] | None:
         """Make it this worker: its pid and pidfd, or None if there is none."""
-        if self.pidfd is None or self._call is None:
+        if self.pidfd is None or self._channel is None:
             return None
         try:
-            self._call.send_with_fd(str(number).encode(), own)
+            self._channel.send_with_fd(str(number).encode(), own)
         except OSError:  # it has died: told by its pidfd
             return None
         self._losses = 0
-        pidfd = self.pidfd
-        return self.lost(), pidfd
+        pidfd, self.pidfd = self.pidfd, None
+        if self.call < 0:
+            self.is_here()
+        return self.pid, pidfd
 
     def lost(self) -> int:
-        """It is none any more: its pid. One that dies again and again while it waits is not worth more."""
+        """It has died: its pid. One that dies again and again while it waits is not worth more."""
         self._losses += 1
         self.wanted = self.wanted and self._losses < MOST_LOSSES
-        if self._call is not None:
-            self._call.close()
-        self._call = self.pidfd = None
+        self.pidfd = None
+        if self.call < 0:
+            self.is_here()
         return self.pid
 
 

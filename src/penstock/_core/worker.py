@@ -283,7 +283,9 @@ def born(birth: dict[str, Any]) -> None:
                 replies.send(encode_reply(Reply(0, number, Status.ABSENT, body=failure_of(error, 0, None))))
             return
         if number < 0:  # not needed yet: who it is to be comes with the channel of its own
-            call, (told, fd) = own, own.receive_with_fd()
+            call = own
+            call.send_with_fd(b"here")
+            told, fd = call.receive_with_fd()
             call.close()
             if fd is None:
                 return
