@@ -246,6 +246,102 @@ def test_inference_takes_less_than_training() -> None:
     assert measured <= inference.model_bytes <= 1.10 * measured
 
 
+class Around(Module):  # type: ignore[misc]  # torch is Any to the type checker
+    """A layer, and how it is called."""
+
+    def __init__(self, layer: Any, call: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: Any) -> Any:
+        return self.call(self.layer, x)
+
+
+def encoder_layer(**options: Any) -> Any:
+    return nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, **options)
+
+
+def attention_layer() -> Any:
+    return nn.MultiheadAttention(64, 4, batch_first=True)
+
+
+def padded(layer: Any, x: Any) -> Any:
+    return layer(x, src_key_padding_mask=torch.zeros(len(x), 48))
+
+
+def causal(layer: Any, x: Any) -> Any:
+    return layer(x, nn.Transformer.generate_square_subsequent_mask(48), is_causal=True)
+
+
+def masked_flash(_: Any, x: Any) -> Any:
+    q = x.unflatten(2, (4, 16)).transpose(1, 2)
+    return functional.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(len(x), 1, 48, 48))
+
+
+INFERENCE: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = {
+    "encoder": (lambda: nn.TransformerEncoder(encoder_layer(), 2), lambda layer, x: layer(x)),
+    "causal encoder": (lambda: nn.TransformerEncoder(encoder_layer(), 2), causal),
+    "padded layer, norm first": (lambda: encoder_layer(norm_first=True), padded),
+    "layer in bfloat16": (lambda: encoder_layer(activation="gelu").bfloat16(), lambda layer, x: layer(x.bfloat16())),
+    "attention": (attention_layer, lambda layer, x: layer(x, x, x, need_weights=False)[0]),
+    "attention and weights": (attention_layer, lambda layer, x: layer(x, x, x)[0]),
+    "attention to others": (attention_layer, lambda layer, x: layer(x[:, :8], x, x)[0]),
+    "masked flash attention": (nn.Identity, masked_flash),
+}
+
+
+def infer(model: Any, sample: Any, rows: int) -> int:
+    """The allocator's peak of two forward passes, with the batch and the parameters."""
+    model.eval()
+
+    def run() -> None:
+        x = torch.from_numpy(np.stack([sample] * rows)).clone()
+        with torch.no_grad():
+            for _ in range(2):
+                output = model(x)
+        assert output is not None
+
+    return peak_bytes(run) + sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_what_fused_layers_take_in_inference_is_counted(name: str) -> None:
+    """In inference torch runs a layer of a transformer as one operation, inside of which a trace sees nothing."""
+    make, call = INFERENCE[name]
+    sample = np.zeros((48, 64), np.float32)
+    model, budget = Around(make(), call), MiB(16)
+    plan = penstock.plan(
+        sample, batch_size="max", memory="1 GiB", model=model, device_memory=budget, train=False, device_batches=1
+    )
+    measured = infer(model, sample, plan.batch_size)
+    assert "traced without running it" in plan.notes[1]
+    assert measured <= budget
+    assert plan.device_total_bytes == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["encoder", "causal encoder", "padded layer, norm first", "attention and weights"])
+def test_fused_layers_that_run_on_another_device_have_a_bound(name: str) -> None:
+    from penstock._core.spec import Spec
+    from penstock._model import _batches
+    from penstock._model.traced import Tracer
+
+    make, call = INFERENCE[name]
+    sample = np.zeros((48, 64), np.float32)
+    model = Around(make(), call)
+    batch = _batches(Spec.of(sample))
+    step = Tracer(model, optimizer=None, loss=None, train=False, batch=batch, device="cuda").step(64)
+    measured = infer(model, sample, 64)
+    assert measured <= step.nbytes - dict(step.parts)["margin"] + 64 * sample.nbytes <= 1.12 * measured
+
+
+def test_a_fused_layer_that_would_take_long_has_a_bound_and_is_not_run() -> None:
+    large = nn.TransformerEncoderLayer(8192, 64, 32768, batch_first=True, device="meta")
+    plan = penstock.plan(
+        np.zeros((512, 8192), np.float32), batch_size=2, model=large, device_memory="64 GiB", train=False
+    )
+    assert dict(plan.model_parts)["workspace"] >= 2 * 5 * 512 * 8192 * 4
+
+
 def test_shared_weights_are_counted_once_and_frozen_ones_have_no_gradient() -> None:
     class Tied(Module):  # type: ignore[misc]  # torch is Any to the type checker
         def __init__(self) -> None:
