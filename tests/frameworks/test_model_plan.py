@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -301,7 +302,7 @@ def infer(model: Any, sample: Any, rows: int) -> int:
                 output = model(x)
         assert output is not None
 
-    return peak_bytes(run) + sum(p.nbytes for p in model.parameters())
+    return peak_bytes(run) + sum(int(p.nbytes) for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", INFERENCE)
@@ -613,6 +614,35 @@ def test_a_step_of_jax_is_run_and_watched() -> None:
     )
     # The gradient of the weights is 16 MiB whatever the batch; each sample has at least its row of tanh for a moment.
     assert 1 <= plan.batch_size <= (MiB(128) - MiB(16)) // (4096 * 4)
+
+
+@pytest.mark.leaves("thread", "fd", "mapping", reason="the framework's own, kept by it")
+@pytest.mark.parametrize("to", ["numpy", "torch", "jax", "tinygrad:CPU"])
+@pytest.mark.parametrize("cast", [None, {"x": penstock.OnDevice("float16")}], ids=["as they are", "cast there"])
+def test_a_step_is_run_on_what_the_feed_hands_out(to: str, cast: Any) -> None:
+    framework = to.partition(":")[0]
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    if framework == "tinygrad" and shutil.which("clang") is None:
+        pytest.skip("tinygrad's CPU device needs clang (apt install clang)")
+    seen: list[Any] = []
+
+    def step(*, x: Any, day: Any, name: Any) -> Any:
+        seen.append((type(x), x.dtype, getattr(x, "device", None), tuple(x.shape)[1:], type(day), type(name)))
+        return (x + 1).sum()
+
+    def load(i: int) -> Any:
+        return {"x": np.full((3, 4), i, np.float32), "day": np.datetime64("2020-01-01"), "name": "a"}
+
+    with Feed(
+        range(8), load, batch_size=4, memory="256 MiB", num_workers=0, to=to, cast=cast,
+        model=step, device_memory="64 MiB",
+    ) as feed:  # fmt: skip
+        assert feed.plan.batch_size == 4
+        planned = set(seen)
+        for batch in feed:
+            step(**batch)
+    assert len(planned) == 1
+    assert planned == set(seen)
 
 
 # ---------------------------------------- errors in what was given
