@@ -669,6 +669,66 @@ def test_a_step_is_run_on_what_the_feed_hands_out(to: str, cast: Any) -> None:
             PenstockError,
             "loss gave 'no', not a tensor: it is called with the output and the target",
         ),
+        (
+            {"model": mlp, "loss": lambda output, y: [output]},
+            PenstockError,
+            r"loss gave a list of float32\[\d, 10\], not",
+        ),
+        (
+            {"model": mlp, "loss": "mse_loss"},
+            TypeError,
+            "'mse_loss' is text: give .* loss=torch.nn.functional.mse_loss$",
+        ),
+        ({"model": mlp, "loss": "mse", "train": False}, TypeError, "'mse' is text: give .*functional.cross_entropy$"),
+        ({"model": mlp, "loss": nn.MSELoss}, TypeError, r"loss=MSELoss is a class, .*: give loss=MSELoss\(\)"),
+        ({"model": mlp, "loss": torch.zeros(3)}, TypeError, r"loss=float32\[3\] cannot be called: give a function"),
+        (
+            {"model": mlp().requires_grad_(False)},
+            ValueError,
+            "nothing to train, as none of its 6 parameters has requir",
+        ),
+        (
+            {"model": nn.ReLU},
+            ValueError,
+            "nothing to train, as it has no parameters: give one that has, or .*train=False",
+        ),
+        ({"model": nn.ReLU, "optimizer": "adam"}, ValueError, "nothing to train, as it has no parameters"),
+        (
+            {"model": lambda: Branching().requires_grad_(False)},
+            ValueError,
+            "nothing to train, as none of its 4 parameters has requires_grad: set it for those to train, or give",
+        ),
+        (
+            {"model": mlp().requires_grad_(False), "optimizer": lambda p: torch.optim.SGD([w for w in p if w.grad_fn])},
+            ValueError,
+            "nothing to train, as none of its 6 parameters",
+        ),
+        (
+            {"model": mlp, "optimizer": lambda _: torch.optim.SGD([])},
+            ValueError,
+            "has no parameters, while 6 of the model can be trained: let it take these, or give only its class",
+        ),
+        (
+            {"model": mlp, "optimizer": lambda _: torch.optim.SGD([{"params": []}])},
+            ValueError,
+            "has no parameters, while 6 of the model can be trained",
+        ),
+        (
+            {"model": mlp, "optimizer": list(mlp().parameters())},
+            TypeError,
+            r"optimizer=a list of float32\[512, 256\], float32\[512\], .*, \.\.\. is not known: give a torch optimizer",
+        ),
+        ({"model": torch.zeros(3)}, TypeError, r"model=float32\[3\] cannot be called"),
+        (
+            {"model": lambda: Around(mlp(), lambda layer, x: {"classes": layer(x).argmax(1)})},
+            TypeError,
+            r"the model gives a dict of 'classes': int64\[\d\], of which nothing can be trained: give loss=",
+        ),
+        (
+            {"model": lambda: Around(mlp(), lambda layer, x: layer(x).detach())},
+            ValueError,
+            r"the loss \(cross_entropy\) has no gradient, though the model has parameters to train: .*detach\(\)",
+        ),
     ],
 )
 def test_a_wrong_argument_says_what_to_give(options: dict[str, Any], error: type[Exception], message: str) -> None:
