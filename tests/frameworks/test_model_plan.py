@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -244,6 +245,102 @@ def test_inference_takes_less_than_training() -> None:
 
     measured = peak_bytes(run)
     assert measured <= inference.model_bytes <= 1.10 * measured
+
+
+class Around(Module):  # type: ignore[misc]  # torch is Any to the type checker
+    """A layer, and how it is called."""
+
+    def __init__(self, layer: Any, call: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: Any) -> Any:
+        return self.call(self.layer, x)
+
+
+def encoder_layer(**options: Any) -> Any:
+    return nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, **options)
+
+
+def attention_layer() -> Any:
+    return nn.MultiheadAttention(64, 4, batch_first=True)
+
+
+def padded(layer: Any, x: Any) -> Any:
+    return layer(x, src_key_padding_mask=torch.zeros(len(x), 48))
+
+
+def causal(layer: Any, x: Any) -> Any:
+    return layer(x, nn.Transformer.generate_square_subsequent_mask(48), is_causal=True)
+
+
+def masked_flash(_: Any, x: Any) -> Any:
+    q = x.unflatten(2, (4, 16)).transpose(1, 2)
+    return functional.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(len(x), 1, 48, 48))
+
+
+INFERENCE: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = {
+    "encoder": (lambda: nn.TransformerEncoder(encoder_layer(), 2), lambda layer, x: layer(x)),
+    "causal encoder": (lambda: nn.TransformerEncoder(encoder_layer(), 2), causal),
+    "padded layer, norm first": (lambda: encoder_layer(norm_first=True), padded),
+    "layer in bfloat16": (lambda: encoder_layer(activation="gelu").bfloat16(), lambda layer, x: layer(x.bfloat16())),
+    "attention": (attention_layer, lambda layer, x: layer(x, x, x, need_weights=False)[0]),
+    "attention and weights": (attention_layer, lambda layer, x: layer(x, x, x)[0]),
+    "attention to others": (attention_layer, lambda layer, x: layer(x[:, :8], x, x)[0]),
+    "masked flash attention": (nn.Identity, masked_flash),
+}
+
+
+def infer(model: Any, sample: Any, rows: int) -> int:
+    """The allocator's peak of two forward passes, with the batch and the parameters."""
+    model.eval()
+
+    def run() -> None:
+        x = torch.from_numpy(np.stack([sample] * rows)).clone()
+        with torch.no_grad():
+            for _ in range(2):
+                output = model(x)
+        assert output is not None
+
+    return peak_bytes(run) + sum(int(p.nbytes) for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_what_fused_layers_take_in_inference_is_counted(name: str) -> None:
+    """In inference torch runs a layer of a transformer as one operation, inside of which a trace sees nothing."""
+    make, call = INFERENCE[name]
+    sample = np.zeros((48, 64), np.float32)
+    model, budget = Around(make(), call), MiB(16)
+    plan = penstock.plan(
+        sample, batch_size="max", memory="1 GiB", model=model, device_memory=budget, train=False, device_batches=1
+    )
+    measured = infer(model, sample, plan.batch_size)
+    assert "traced without running it" in plan.notes[1]
+    assert measured <= budget
+    assert plan.device_total_bytes == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["encoder", "causal encoder", "padded layer, norm first", "attention and weights"])
+def test_fused_layers_that_run_on_another_device_have_a_bound(name: str) -> None:
+    from penstock._core.spec import Spec
+    from penstock._model import _batches
+    from penstock._model.traced import Tracer
+
+    make, call = INFERENCE[name]
+    sample = np.zeros((48, 64), np.float32)
+    model = Around(make(), call)
+    batch = _batches(Spec.of(sample))
+    step = Tracer(model, optimizer=None, loss=None, train=False, batch=batch, device="cuda").step(64)
+    measured = infer(model, sample, 64)
+    assert measured <= step.nbytes - dict(step.parts)["margin"] + 64 * sample.nbytes <= 1.12 * measured
+
+
+def test_a_fused_layer_that_would_take_long_has_a_bound_and_is_not_run() -> None:
+    large = nn.TransformerEncoderLayer(8192, 64, 32768, batch_first=True, device="meta")
+    plan = penstock.plan(
+        np.zeros((512, 8192), np.float32), batch_size=2, model=large, device_memory="64 GiB", train=False
+    )
+    assert dict(plan.model_parts)["workspace"] >= 2 * 5 * 512 * 8192 * 4
 
 
 def test_shared_weights_are_counted_once_and_frozen_ones_have_no_gradient() -> None:
@@ -519,6 +616,35 @@ def test_a_step_of_jax_is_run_and_watched() -> None:
     assert 1 <= plan.batch_size <= (MiB(128) - MiB(16)) // (4096 * 4)
 
 
+@pytest.mark.leaves("thread", "fd", "mapping", reason="the framework's own, kept by it")
+@pytest.mark.parametrize("to", ["numpy", "torch", "jax", "tinygrad:CPU"])
+@pytest.mark.parametrize("cast", [None, {"x": penstock.OnDevice("float16")}], ids=["as they are", "cast there"])
+def test_a_step_is_run_on_what_the_feed_hands_out(to: str, cast: Any) -> None:
+    framework = to.partition(":")[0]
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    if framework == "tinygrad" and shutil.which("clang") is None:
+        pytest.skip("tinygrad's CPU device needs clang (apt install clang)")
+    seen: list[Any] = []
+
+    def step(*, x: Any, day: Any, name: Any) -> Any:
+        seen.append((type(x), x.dtype, getattr(x, "device", None), tuple(x.shape)[1:], type(day), type(name)))
+        return (x + 1).sum()
+
+    def load(i: int) -> Any:
+        return {"x": np.full((3, 4), i, np.float32), "day": np.datetime64("2020-01-01"), "name": "a"}
+
+    with Feed(
+        range(8), load, batch_size=4, memory="256 MiB", num_workers=0, to=to, cast=cast,
+        model=step, device_memory="64 MiB",
+    ) as feed:  # fmt: skip
+        assert feed.plan.batch_size == 4
+        planned = set(seen)
+        for batch in feed:
+            step(**batch)
+    assert len(planned) == 1
+    assert planned == set(seen)
+
+
 # ---------------------------------------- errors in what was given
 
 
@@ -542,6 +668,66 @@ def test_a_step_of_jax_is_run_and_watched() -> None:
             {"model": mlp, "loss": lambda output, y: "no"},
             PenstockError,
             "loss gave 'no', not a tensor: it is called with the output and the target",
+        ),
+        (
+            {"model": mlp, "loss": lambda output, y: [output]},
+            PenstockError,
+            r"loss gave a list of float32\[\d, 10\], not",
+        ),
+        (
+            {"model": mlp, "loss": "mse_loss"},
+            TypeError,
+            "'mse_loss' is text: give .* loss=torch.nn.functional.mse_loss$",
+        ),
+        ({"model": mlp, "loss": "mse", "train": False}, TypeError, "'mse' is text: give .*functional.cross_entropy$"),
+        ({"model": mlp, "loss": nn.MSELoss}, TypeError, r"loss=MSELoss is a class, .*: give loss=MSELoss\(\)"),
+        ({"model": mlp, "loss": torch.zeros(3)}, TypeError, r"loss=float32\[3\] cannot be called: give a function"),
+        (
+            {"model": mlp().requires_grad_(False)},
+            ValueError,
+            "nothing to train, as none of its 6 parameters has requir",
+        ),
+        (
+            {"model": nn.ReLU},
+            ValueError,
+            "nothing to train, as it has no parameters: give one that has, or .*train=False",
+        ),
+        ({"model": nn.ReLU, "optimizer": "adam"}, ValueError, "nothing to train, as it has no parameters"),
+        (
+            {"model": lambda: Branching().requires_grad_(False)},
+            ValueError,
+            "nothing to train, as none of its 4 parameters has requires_grad: set it for those to train, or give",
+        ),
+        (
+            {"model": mlp().requires_grad_(False), "optimizer": lambda p: torch.optim.SGD([w for w in p if w.grad_fn])},
+            ValueError,
+            "nothing to train, as none of its 6 parameters",
+        ),
+        (
+            {"model": mlp, "optimizer": lambda _: torch.optim.SGD([])},
+            ValueError,
+            "has no parameters, while 6 of the model can be trained: let it take these, or give only its class",
+        ),
+        (
+            {"model": mlp, "optimizer": lambda _: torch.optim.SGD([{"params": []}])},
+            ValueError,
+            "has no parameters, while 6 of the model can be trained",
+        ),
+        (
+            {"model": mlp, "optimizer": list(mlp().parameters())},
+            TypeError,
+            r"optimizer=a list of float32\[512, 256\], float32\[512\], .*, \.\.\. is not known: give a torch optimizer",
+        ),
+        ({"model": torch.zeros(3)}, TypeError, r"model=float32\[3\] cannot be called"),
+        (
+            {"model": lambda: Around(mlp(), lambda layer, x: {"classes": layer(x).argmax(1)})},
+            TypeError,
+            r"the model gives a dict of 'classes': int64\[\d\], of which nothing can be trained: give loss=",
+        ),
+        (
+            {"model": lambda: Around(mlp(), lambda layer, x: layer(x).detach())},
+            ValueError,
+            r"the loss \(cross_entropy\) has no gradient, though the model has parameters to train: .*detach\(\)",
         ),
     ],
 )

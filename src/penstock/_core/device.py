@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from penstock._core.spec import Array
 
-__all__ = ["Device", "Door", "Gathers", "HostDevice", "Shelves", "copying_device", "door", "lent"]
+__all__ = ["Device", "Door", "Gathers", "HostDevice", "Shelves", "copying_device", "door", "handing_out", "lent"]
 
 _HOW: Final = (
     'give "numpy", "torch", "torch:cuda:0", "jax", "jax:cpu:0", "tinygrad", "tinygrad:CL", or an object with the '
@@ -234,6 +234,20 @@ def door(to: Any, *, casts: bool = False) -> Door:
         if to in ("torch", "torch:cpu"):
             return Door(convert=_module("torch", to).from_array)
     return Door(device=copying_device(to))
+
+
+def handing_out(device: Device) -> Callable[[Array], Any]:
+    """What makes of an array what the device hands out, in memory of its own; what it does not take stays as it is."""
+
+    def leaf(array: Array) -> Any:
+        if not device.takes(array.dtype):
+            return array
+        block = device.allocate(max(1, array.nbytes))
+        ticket = device.copy([block], [array])
+        device.copied(ticket, wait=True)
+        return device.hand_out(block, ticket, array.shape, array.dtype, lambda: device.free(block))
+
+    return leaf
 
 
 def copying_device(to: Any) -> Device:

@@ -18,7 +18,7 @@ from penstock._core import machine
 from penstock._core.blocks import Blocks
 from penstock._core.budget import Size, parse_size
 from penstock._core.cache import Cache, sort_out_cache
-from penstock._core.device import Device, Door, Gathers, door
+from penstock._core.device import Device, Door, Gathers, door, handing_out
 from penstock._core.errors import shown
 from penstock._core.fit import Asked
 from penstock._core.items import Picker, Stream, sort_out
@@ -239,7 +239,8 @@ def _placed(asked: Asked, to: Any, way: Door) -> Asked:
     # A torch model on the CPU reads its batch from the slot itself.
     in_place = way.convert is not None
     buffers = 1 if to == "numpy" and way.device is None else 2
-    return dataclasses.replace(asked, device=device, in_place=in_place, leaf=way.convert, buffers=buffers)
+    leaf = way.convert if way.device is None else handing_out(way.device)
+    return dataclasses.replace(asked, device=device, in_place=in_place, leaf=leaf, buffers=buffers)
 
 
 def _shard(shard: Any) -> tuple[int, int]:

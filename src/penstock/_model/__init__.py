@@ -20,7 +20,7 @@ from penstock._core.errors import BudgetError, PenstockError, said, shown
 from penstock._core.fit import Asked, Need, Step, largest
 from penstock._core.plan import Footprint, Request, device_batch_bytes, solve
 from penstock._core.spec import Spec
-from penstock._model.inputs import Refused, takes_nothing
+from penstock._model.inputs import Refused, described, takes_nothing
 from penstock._model.measured import MARGIN, Batch, measured_module, measured_step
 from penstock._model.ranks import smallest
 
@@ -145,8 +145,10 @@ def _who(asked: Asked, spec: Spec, most: int, budget: int) -> _Who:
     model, make = _resolved(asked.model)
     if not _is_module(model):
         return _running(asked, model, spec, most)
+    from penstock._model.torch_step import check_loss
     from penstock._model.traced import Mismatch, Tracer
 
+    check_loss(asked.loss)
     kind = "a training step" if asked.train else "an inference step"
     given = {"optimizer": asked.optimizer, "loss": asked.loss, "train": asked.train, "batch": _batches(spec)}
     tracer = Tracer(model, device=asked.device, **given)
@@ -170,6 +172,8 @@ def _who(asked: Asked, spec: Spec, most: int, budget: int) -> _Who:
             ) from error
         try:
             measured = measured_module(model, make, device=tracer.device, most=most, budget=budget, **given)
+        except Refused as refused:
+            raise refused.__cause__ or refused from None
         except PenstockError as failed:
             if type(failed) is PenstockError:
                 # An embedding is asked for rows by their numbers.
@@ -225,7 +229,7 @@ def _resolved(model: Any) -> tuple[Any, Callable[[], Any] | None]:
     """A torch model, without memory of its own if that can be, and what made it; or a function that runs a step."""
     if not callable(model):
         raise TypeError(
-            f"model={shown(model, 100)} cannot be called: give a torch model, its class, a function that makes one, or "
+            f"model={described(model)} cannot be called: give a torch model, its class, a function that makes one, or "
             "a function that runs a step with a batch"
         )
     if _is_module(model):

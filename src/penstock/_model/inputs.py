@@ -5,9 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["Arguments", "Refused", "arguments", "takes_nothing"]
+from penstock._core.errors import shown
+
+__all__ = ["Arguments", "Refused", "arguments", "described", "takes_nothing"]
+
+
+# So many parts of a list or a dict are told, and so many characters of anything else.
+MOST_PARTS: Final = 4
+MOST_CHARACTERS: Final = 100
 
 
 class Refused(Exception):
@@ -39,6 +46,20 @@ def arguments(batch: Any, forward: Callable[..., Any]) -> Arguments:
             return Arguments(inputs, {}, None)
         return Arguments(inputs[:-1], {}, inputs[-1])
     return Arguments((batch,), {}, None)
+
+
+def described(value: Any) -> str:
+    """Something for a message: of arrays and tensors the form, not the numbers."""
+    if isinstance(value, list | tuple):
+        parts = [described(part) for part in value[:MOST_PARTS]] + ["..."] * (len(value) > MOST_PARTS)
+        return f"a {type(value).__name__} of {', '.join(parts) or 'nothing'}"
+    if isinstance(value, dict):
+        named = [f"{shown(key, MOST_CHARACTERS)}: {described(part)}" for key, part in list(value.items())[:MOST_PARTS]]
+        return f"a dict of {', '.join(named + ['...'] * (len(value) > MOST_PARTS)) or 'nothing'}"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+    return shown(value, MOST_CHARACTERS)
 
 
 def takes_nothing(function: Callable[..., Any]) -> bool:

@@ -154,10 +154,8 @@ def _tried(rows: int, run: Callable[[], Any]) -> Any:
     """What it returns; if it fails, an error that says with what."""
     try:
         return run()
-    except PenstockError:
+    except (PenstockError, Refused):
         raise
-    except Refused as error:
-        raise error.__cause__ or error from None
     except Exception as error:
         raise PenstockError(
             f"a step of the model failed with a batch of {rows} samples, so there is nothing to plan with: "

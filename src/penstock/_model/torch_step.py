@@ -15,10 +15,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from penstock._core.errors import shown
-from penstock._model.inputs import Refused, arguments, takes_nothing
+from penstock._core.errors import said, shown
+from penstock._model.inputs import Refused, arguments, described, takes_nothing
 
-__all__ = ["Mark", "default_loss", "is_module", "keeps_state", "make_optimizer", "run_steps", "unwrapped"]
+__all__ = ["Mark", "check_loss", "default_loss", "is_module", "keeps_state", "make_optimizer", "run_steps", "unwrapped"]
 
 Mark = Callable[[str, Iterable[Any]], None]
 """Told which tensors turned out to be gradients, or state of the optimizer."""
@@ -59,6 +59,32 @@ def keeps_state(model: Any) -> Iterator[None]:
                 parameter.grad = grad
 
 
+def check_loss(loss: Any) -> None:
+    """TypeError for what cannot be called with an output and a target."""
+    if isinstance(loss, str):
+        known = "torch.nn.functional." + (loss if hasattr(torch.nn.functional, loss) else "cross_entropy")
+        raise TypeError(f"loss={shown(loss)} is text: give the function itself, such as loss={known}")
+    if isinstance(loss, type):
+        raise TypeError(
+            f"loss={loss.__name__} is a class, and calling that makes a loss rather than computing one: give "
+            f"loss={loss.__name__}()"
+        )
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss={described(loss)} cannot be called: give a function of the output and the target")
+
+
+def _nothing_to_train(parameters: list[Any]) -> str | None:
+    """What to say of a model that cannot be trained; None if it can."""
+    if any(p.requires_grad for p in parameters):
+        return None
+    what = (
+        f"none of its {len(parameters)} parameters has requires_grad: set it for those to train"
+        if parameters
+        else "it has no parameters: give one that has"
+    )
+    return f"the model has nothing to train, as {what}, or give train=False (and no optimizer) for a forward pass alone"
+
+
 def make_optimizer(asked: Any, parameters: list[Any], twins: Mapping[int, Any]) -> Any:
     """The optimizer over copies of the model's parameters; ``twins`` are these copies by the id of the original.
 
@@ -66,6 +92,9 @@ def make_optimizer(asked: Any, parameters: list[Any], twins: Mapping[int, Any]) 
     """
     try:
         made = _optimizer(asked, parameters, twins)
+        groups = getattr(made, "param_groups", None)
+        if groups and not any(group["params"] for group in groups):
+            raise ValueError(_without_parameters(asked, parameters))
         if made is not None and not takes_nothing(made.step):
             raise TypeError(
                 f"optimizer {type(made).__name__} runs the model again within its own step (a closure), which cannot "
@@ -79,19 +108,32 @@ def make_optimizer(asked: Any, parameters: list[Any], twins: Mapping[int, Any]) 
 def _optimizer(asked: Any, parameters: list[Any], twins: Mapping[int, Any]) -> Any:
     if asked is None:
         return None
-    if isinstance(asked, str):
-        return _named(asked)(parameters)
     if isinstance(asked, torch.optim.Optimizer):
         return _twin(asked, twins)
-    if not callable(asked):
+    make = _named(asked) if isinstance(asked, str) else asked
+    if not callable(make):
         raise TypeError(
-            f"optimizer={shown(asked)} is not known: give a torch optimizer, its class, its name such as 'adam', or a "
-            "function that makes one from parameters"
+            f"optimizer={described(asked)} is not known: give a torch optimizer, its class, its name such as 'adam', "
+            "or a function that makes one from parameters"
         )
-    made = asked(parameters)
+    try:
+        made = make(parameters)
+    except ValueError as error:
+        if "empty parameter list" not in said(error):
+            raise
+        raise ValueError(_without_parameters(asked, parameters)) from None
     if not (hasattr(made, "step") and hasattr(made, "zero_grad")):
         raise TypeError(f"optimizer={shown(asked)} made a {type(made).__name__}, which has no step() and zero_grad()")
     return made
+
+
+def _without_parameters(asked: Any, parameters: list[Any]) -> str:
+    """What to say of an optimizer that has nothing to work on."""
+    trainable = sum(bool(p.requires_grad) for p in parameters)
+    return _nothing_to_train(parameters) or (
+        f"optimizer={described(asked)} has no parameters, while {trainable} of the model can be trained: let it take "
+        "these, or give only its class"
+    )
 
 
 def _named(name: str) -> Any:
@@ -137,12 +179,13 @@ def default_loss(output: Any, target: Any) -> tuple[Any, str]:
         if whole and len(shape) >= 2 and labels == shape[:-1]:
             return functional.cross_entropy(output.flatten(0, -2), target.flatten().long()), "cross_entropy"
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    squares = [leaf.square().mean() for leaf in leaves if leaf.is_floating_point() and leaf.requires_grad]
-    if not squares:
-        raise TypeError(
-            f"the model gives {shown(output, 100)}, of which nothing can be trained: give loss=, a function of the "
+    numbers = [leaf for leaf in leaves if leaf.is_floating_point()]
+    if not numbers:
+        raise Refused from TypeError(
+            f"the model gives {described(output)}, of which nothing can be trained: give loss=, a function of the "
             "output and the target, or train=False"
         )
+    squares = [leaf.square().mean() for leaf in [leaf for leaf in numbers if leaf.requires_grad] or numbers]
     return torch.stack([value.float() for value in squares]).sum(), "the mean square of the output"
 
 
@@ -164,6 +207,12 @@ def run_steps(model: Any, batch: Any, *, optimizer: Any, loss: Any, train: bool,
         # Both names live on into the next step, as they do in the loop that people write.
         output = model(*given.args, **given.kwargs)
         value, name = _loss(loss, output, given.target)
+        if not value.requires_grad:
+            raise Refused from ValueError(
+                _nothing_to_train(list(model.parameters()))
+                or f"the loss ({name}) has no gradient, though the model has parameters to train: something between "
+                "them cuts it off, such as detach(), argmax() or torch.no_grad(). Take that out, or give train=False"
+            )
         value.backward()
         mark("gradients", [p.grad for p in parameters if p.grad is not None])
         if optimizer is not None:
@@ -177,5 +226,5 @@ def _loss(loss: Any, output: Any, target: Any) -> tuple[Any, str]:
         return default_loss(output, target)
     value = loss(output) if target is None else loss(output, target)
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"loss gave {shown(value, 100)}, not a tensor: it is called with the output and the target")
+        raise TypeError(f"loss gave {described(value)}, not a tensor: it is called with the output and the target")
     return (value if value.ndim == 0 else value.mean()), "as given"

@@ -81,7 +81,7 @@ class Meter(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to the typ
     def __init__(self, block: int, *, on_cpu: bool) -> None:
         super().__init__()
         self._block = block
-        self._device_is_cpu = on_cpu
+        self._on_cpu = on_cpu
         self._held: list[_Held] = []
         self._by_storage: dict[int, _Held] = {}
         self._clock = 0
@@ -100,7 +100,8 @@ class Meter(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to the typ
             for leaf in torch.utils._pytree.tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self.hold(leaf, "activations")
-            if self._device_is_cpu and (call := Call.of(func, args, kwargs or {}, result)) is not None:
+            call = Call.of(func, args, kwargs or {}, result, runs=self._on_cpu)
+            if call is not None:
                 self.calls.append((call, clock, live, self._live))
         return result
 
@@ -144,12 +145,11 @@ class Meter(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to the typ
         """Whether any storage still lives."""
         return bool(self._by_storage)
 
-    def parts(self, workspaces: Workspaces | None) -> dict[str, int]:
+    def parts(self, workspaces: Workspaces) -> dict[str, int]:
         """The bytes of each kind at the peak."""
         peak, clock = self._peak
         inside = 0
-        for call, before, live, after in self.calls if workspaces is not None else ():
-            assert workspaces is not None
+        for call, before, live, after in self.calls:
             most = live + workspaces.nbytes(call)
             if most > peak:
                 peak, clock, inside = most, before, most - after
@@ -186,7 +186,8 @@ class Tracer:
         self._place = torch.device("cpu") if found.type == "meta" else found
         self.device = device or (usual if found.type == "meta" else found.type)
         on_cpu = self.device == "cpu"
-        self._workspaces = Workspaces() if on_cpu and self._place.type == "cpu" else None
+        self._on_cpu = on_cpu and self._place.type == "cpu"
+        self._workspaces = Workspaces()
         self._block = 1 if on_cpu else DEVICE_BLOCK
         self.margin = CPU_MARGIN if on_cpu else DEVICE_MARGIN
         self.loss_name = ""
@@ -211,7 +212,7 @@ class Tracer:
 
     def step(self, rows: int) -> Step:
         """What a step takes with a batch of ``rows`` samples."""
-        meter = Meter(self._block, on_cpu=self._workspaces is not None)
+        meter = Meter(self._block, on_cpu=self._on_cpu)
         with keeps_state(self._original), warnings.catch_warnings(), _unlogged():
             warnings.simplefilter("ignore")  # of torch's about fake tensors, and of the model's, once more each trace
             resting = self._run(meter, rows)
