@@ -288,6 +288,12 @@ INFERENCE: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = {
     "attention and weights": (attention_layer, lambda layer, x: layer(x, x, x)[0]),
     "attention to others": (attention_layer, lambda layer, x: layer(x[:, :8], x, x)[0]),
     "masked flash attention": (nn.Identity, masked_flash),
+    "bilinear": (lambda: nn.Bilinear(64, 64, 8), lambda layer, x: layer(x, x)),
+    "spectrum": (lambda: nn.Linear(64, 64), lambda layer, x: torch.fft.rfft(layer(x)).abs()),
+    "transforms along another axis": (
+        nn.Identity,
+        lambda _, x: torch.fft.irfft(torch.fft.rfft(x, dim=1), dim=-2),
+    ),
 }
 
 
@@ -306,8 +312,8 @@ def infer(model: Any, sample: Any, rows: int) -> int:
 
 
 @pytest.mark.parametrize("name", INFERENCE)
-def test_what_fused_layers_take_in_inference_is_counted(name: str) -> None:
-    """In inference torch runs a layer of a transformer as one operation, inside of which a trace sees nothing."""
+def test_what_operations_take_for_themselves_in_inference_is_counted(name: str) -> None:
+    """There torch runs a whole layer of a transformer as one operation, inside of which a trace sees nothing."""
     make, call = INFERENCE[name]
     sample = np.zeros((48, 64), np.float32)
     model, budget = Around(make(), call), MiB(16)

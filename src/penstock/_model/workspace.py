@@ -38,6 +38,9 @@ _BATCHED: Final = {
 }
 _HALF: Final = (torch.bfloat16, torch.float16)
 _FLASH: Final = frozenset(name for name in _BATCHED if "attention" in name)
+# Of complex numbers these are computed as such, and then made real.
+_OF_COMPLEX: Final = frozenset({"aten::abs", "aten::angle"})
+_TRANSFORMS: Final = frozenset({"aten::_fft_r2c", "aten::_fft_c2r", "aten::_fft_c2c"})
 _PRODUCTS: Final = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 
 
@@ -176,6 +179,12 @@ def _batched(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
         layer = _LAYERS[name]
         masked = len(args) > layer.mask_type and args[layer.mask] is not None
         return (*layer.inputs, layer.mask) if masked and args[layer.mask_type] != _SHARED_MASK else layer.inputs
+    if name in _TRANSFORMS:  # one along the samples mixes them, and is not looked at
+        return () if 0 in (axis % args[0].ndim for axis in args[1]) else (0,)
+    if name in _OF_COMPLEX:
+        return (0,) if args[0].is_complex() and args[0].ndim else ()
+    if name == "aten::_trilinear":  # of nn.Bilinear: which axes each of the three tensors lacks
+        return tuple(at for at in range(3) if 0 not in args[3 + at])
     return _BATCHED.get(name, ())
 
 
