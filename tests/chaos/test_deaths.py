@@ -298,7 +298,7 @@ TABLE = [
         manner,
         crew,
         id=f"{place}-{manner}-{crew}",
-        marks=() if manner in QUICK[: 1 if crew != "forkserver" else None] else pytest.mark.slow,
+        marks=() if crew != "fork" and manner in QUICK[: 1 if crew != "forkserver" else None] else pytest.mark.slow,
     )
     for place in PLACES
     for crew in CREWS

@@ -41,8 +41,24 @@ def test_a_feed_never_takes_more_than_its_budget(name: str, folder: Path) -> Non
     assert said["peak_bytes"] == pytest.approx(measured.peak, rel=0.3 if name in cases.ESTIMATED else 0.15)
 
 
+# Those that were promised; what else was found to need care, by `make test-all`.
+PROMISED = {
+    "arrays of 24 MiB",
+    "samples of 192 KiB",
+    "temporaries",
+    "leak",
+    "two million paths",
+    "ragged",
+    "threads",
+    "two epochs",
+    "spawn",
+}
+
+
 @pytest.mark.skipif(not outside.can_limit(), reason="memory cgroups cannot be made here")
-@pytest.mark.parametrize("name", list(cases.CASES))
+@pytest.mark.parametrize(
+    "name", [name if name in PROMISED else pytest.param(name, marks=pytest.mark.slow) for name in cases.CASES]
+)
 def test_a_feed_finishes_inside_a_hard_limit_of_its_budget(name: str, folder: Path) -> None:
     """In a memory cgroup of base + budget + 16 MiB nothing is killed and every sample comes."""
     confined = outside.confined(name, folder, cases.CASES[name][0] + MiB(16))
