@@ -370,6 +370,11 @@ class ProcessCrew:
         poller = select.poll()
         poller.register(self._template_fd, select.POLLIN)
         if not poller.poll(None if timeout_s is None else timeout_s * 1000):
+            # The kernel ends workers with it, but for one that was stopped before it could ask for that. As long as the
+            # template does not wait for them, their numbers are nobody else's.
+            for pid in (*self._pids.values(), *filter(None, self._spare[1:])):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             os.kill(self._template_pid, signal.SIGKILL)
         if self._process is not None:
             return self._process.wait()
