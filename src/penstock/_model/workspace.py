@@ -21,8 +21,9 @@ from penstock._model.gauge import torch_peak
 
 __all__ = ["Call", "Untraceable", "Workspaces"]
 
-# Numbers of samples on which an operation is run; the fewer if it takes more than this with the most of them.
-FEW_ROWS: Final = (4, 8)
+# Numbers of samples on which an operation is run, three of them because kernels have a corner among the first; the
+# fewer if it takes more than this with the most of them.
+FEW_ROWS: Final = (4, 8, 16)
 FEWER_ROWS: Final = (1, 2)
 MOST_BYTES: Final = 64 * 2**20
 # A layer of a transformer that takes more than this for one sample, in multiplications or in bytes, is not run.
