@@ -58,19 +58,19 @@ lint: $(TEST)
 	@echo '== mypy --strict'
 	@.venvs/test/bin/mypy --no-error-summary
 
-# What tinygrad needs from the system: clang for its CPU device, an OpenCL driver (PoCL, which runs on the processor) for
-# its CL device. Tried once, only as root and only with apt; where it cannot be had, the tests that need it skip and say so.
+# What tinygrad needs from the system: clang for its CPU device, libOpenCL and a driver (PoCL, which runs on the processor)
+# for its CL device. Tried once, only as root and only with apt; where it cannot be had, the tests that need it skip and say so.
 drivers: .venvs/drivers.log
 .venvs/drivers.log:
 	@mkdir -p .venvs
-	@if command -v clang >/dev/null && ls /etc/OpenCL/vendors/*.icd >/dev/null 2>&1; then \
-	   echo 'clang and an OpenCL driver are there' > $@; \
+	@if command -v clang >/dev/null && ls /etc/OpenCL/vendors/*.icd >/dev/null 2>&1 && ldconfig -p | grep -q libOpenCL.so; then \
+	   echo 'clang, libOpenCL and a driver for it are there' > $@; \
 	 elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	   echo '== apt-get install clang pocl-opencl-icd (for the tests of tinygrad; tried once)'; \
+	   echo '== apt-get install clang ocl-icd-libopencl1 pocl-opencl-icd (for the tests of tinygrad; tried once)'; \
 	   { timeout 120 apt-get update -q && DEBIAN_FRONTEND=noninteractive timeout 600 \
-	     apt-get install -q -y --no-install-recommends clang pocl-opencl-icd; } > $@ 2>&1 </dev/null \
+	     apt-get install -q -y --no-install-recommends clang ocl-icd-libopencl1 pocl-opencl-icd; } > $@ 2>&1 </dev/null \
 	   || echo '== that did not work ($@): tests that need them skip'; \
-	 else echo 'clang or an OpenCL driver is missing, and only root can install them' > $@; fi
+	 else echo 'clang, libOpenCL or a driver for it is missing, and only root can install them' > $@; fi
 
 bench: $(BENCH)
 	@.venvs/bench/bin/python -m penstock bench $(ARGS)
