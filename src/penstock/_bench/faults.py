@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from penstock._bench.telling import LOAD_S, load
 from penstock._core.feed import Feed
 
 __all__ = ["METHODS", "Found", "Run", "as_text", "run", "write"]
@@ -29,16 +30,8 @@ __all__ = ["METHODS", "Found", "Run", "as_text", "run", "write"]
 METHODS: Final = ("fork", "forkserver", "spawn")
 ITEMS: Final = 3000
 EVERY_S: Final = 0.25
-_LOAD_S: Final = 1e-3
 _BATCH: Final = 16
 _MEMORY: Final = "512 MiB"
-
-
-def load(item: int) -> Any:
-    """A sample that tells which item it is, who loads it and since when."""
-    begun_s = time.monotonic()
-    time.sleep(_LOAD_S)
-    return np.array([item, os.getpid(), begun_s])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,7 +158,7 @@ def as_text(found: Found) -> str:
     """The table for a terminal."""
     kills = f"one killed every {found.every_s * 1000:g} ms"
     lines = [
-        f"{found.items:,} items of {_LOAD_S * 1000:g} ms, {found.workers} workers, {kills}; medians over rounds",
+        f"{found.items:,} items of {LOAD_S * 1000:g} ms, {found.workers} workers, {kills}; medians over rounds",
         "",
         "start method  each once, in order   in peace  under fire  ratio  kills  back after  at worst",
     ]

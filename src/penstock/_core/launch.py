@@ -68,8 +68,9 @@ LOAD_SLACK_BYTES: Final = 2 * 2**20  # and a sample: malloc may put the second l
 # What the largest batch leaves of the budget, at least.
 LEFT_BYTES: Final = 2**20
 LEFT_SHARE: Final = 64
-# Of what the plan leaves, a process that only waits takes this part at most: workers may need the rest.
+# Of what the plan leaves, processes that only wait take this part at most: workers may need the rest.
 SPARE_LEAVES: Final = 3
+MOST_SPARES: Final = 2  # a second one bridges the time in which another is on its way
 
 # A batch that is collated may be larger than the first samples suggest; beyond this the slot grows.
 PACKED_SLACK: Final = 1.25
@@ -160,7 +161,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             stats.peak_bytes = max(stats.peak_bytes, _peak_bytes(crew))
             crew.close()
             crew = ThreadCrew(program)
-        plan, spares = _with_spare(plan, probe) if getattr(crew, "starts_slowly", False) else (plan, False)
+        plan, spares = _with_spares(plan, probe) if getattr(crew, "starts_slowly", False) else (plan, 0)
         # What the plan leaves is given to those who may turn out to need more: workers whose loads differ, and half of
         # it to slots whose batches do.
         spare = plan.free_bytes // 2 if program.collate is not None else 0
@@ -204,18 +205,20 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
     return Launched(options, engine, plan, program, layout, planner.cut(plan), delivery)
 
 
-def _with_spare(plan: Plan, probe: Probe) -> tuple[Plan, bool]:
-    """The plan with one more process, that waits to take the place of a worker, if what is left is enough for it."""
-    size = int(probe.process_bytes * MEASURED_SLACK)
-    if plan.free_bytes < SPARE_LEAVES * size:
-        return plan, False
-    note = f"one more process of {format_bytes(size)} is kept ready: a fresh interpreter takes a while to start"
+def _with_spares(plan: Plan, probe: Probe) -> tuple[Plan, int]:
+    """The plan with more processes, that wait to take the place of a worker, if what is left is enough; how many."""
+    each = int(probe.process_bytes * MEASURED_SLACK)
+    count = min(MOST_SPARES, plan.free_bytes // max(1, SPARE_LEAVES * each))
+    if not count:
+        return plan, 0
+    many = "one more process" if count == 1 else f"{count} more processes"
+    note = f"{many} of {format_bytes(each)} kept ready: a fresh interpreter takes a while to start"
     return dataclasses.replace(
         plan,
-        template_bytes=plan.template_bytes + size,
-        total_bytes=plan.total_bytes + size,
+        template_bytes=plan.template_bytes + count * each,
+        total_bytes=plan.total_bytes + count * each,
         notes=(*plan.notes, note),
-    ), True
+    ), count
 
 
 def _delivery(options: Options, program: Program, plan: Plan, probe: Probe, cache: Store | None) -> Delivery | None:

@@ -221,8 +221,8 @@ class Setup:
     """What a source's reader keeps of that from task to task."""
     text_bytes: int = 0
     """What the texts of a task may take beside the slot; 0: as they like."""
-    spare: bool = False
-    """Whether there is room for one more process that waits to take the place of a worker."""
+    spares: int = 0
+    """Processes more, which wait to take the place of a worker."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,12 +7,14 @@ and the kernel takes the workers with it.
 
 Start methods differ only here: "forkserver" (the default) starts the template as a fresh interpreter and forks
 workers from it; "fork" forks the template from the parent itself; "spawn" has it start a fresh interpreter for
-each worker. That takes a while, so where the plan has room for it one more is started and waits until it is needed.
+each worker. That takes a while, so where the plan has room for them one or two more are started and wait until they
+are needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import gc
 import mmap
@@ -151,24 +153,22 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
     ended_for: dict[int, tuple[int, int]] = {}  # pid -> what it was late with
 
     def prepare() -> None:
-        if (pidfd := spares.start()) is not None:
-            poller.register(pidfd, select.POLLIN)
-            poller.register(spares.call, select.POLLIN)
-            tell(Notice.SPARE, spares.pid)
+        if (spare := spares.start()) is not None:
+            poller.register(spare.pidfd, select.POLLIN)
+            poller.register(spare.call, select.POLLIN)
+            tell(Notice.SPARE, spare.pid)
 
     def reap(pidfd: int) -> None:
         number, pid = children.pop(pidfd)
         poller.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
-        if number == SPARE:
-            return
         tell(Notice.EXIT, number, pid, os.waitstatus_to_exitcode(status), *ended_for.pop(pid, (-1, -1)))
 
     running = True
     while running:
         if spares.begin_s is not None and time.monotonic() >= spares.begin_s:
-            spares.begin_s, spares.wanted = None, True
+            spares.begin_s = None
             prepare()
         waits_s = [] if watch is None else [watch.look(children, ended_for)]
         if spares.begin_s is not None:
@@ -176,12 +176,12 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
         for fd, _ in poller.poll(min(waits_s) * 1000 if waits_s else None):
             if fd in children:
                 reap(fd)
-            elif fd == spares.call:
+            elif spares.coming is not None and fd == spares.coming.call.fileno():
                 poller.unregister(fd)
-                if spares.is_here():
-                    prepare()
-            elif fd == spares.pidfd:
-                children[fd] = (SPARE, spares.lost())
+                spares.arrived()
+                prepare()
+            elif fd in spares.waiting:
+                children[fd] = (SPARE, spares.lost(fd))
                 reap(fd)
                 prepare()
             elif fd == parent:
@@ -216,11 +216,11 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
                     if own is not None:
                         os.close(own)
                 elif word == "prepare":
-                    spares.begin_s = time.monotonic() + SPARE_AFTER_S
+                    spares.wanted, spares.begin_s = rest[0], time.monotonic() + SPARE_AFTER_S
     # From here on only the children matter.
-    if (waiting := spares.pidfd) is not None:
-        children[waiting] = (SPARE, spares.lost())
-        os.kill(spares.pid, signal.SIGKILL)  # it has done nothing yet, and may be busy with its imports
+    for pidfd, spare in spares.waiting.items():
+        children[pidfd] = (SPARE, spare.pid)
+        os.kill(spare.pid, signal.SIGKILL)  # it has done nothing yet, and may be busy with its imports
     poller = select.poll()
     for pidfd in children:
         poller.register(pidfd, select.POLLIN)
@@ -237,72 +237,80 @@ def serve(program: Any, birth: dict[str, Any], orders: Channel, tasks: Channel, 
             reap(fd)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Spare:
+    """An interpreter that is nobody yet."""
+
+    pid: int
+    pidfd: int
+    call: Channel
+    """Where it says that it is here, and is told who it is."""
+
+
 class _Spares:
-    """One interpreter more than there are workers, which has imported everything and waits to be told who it is.
+    """Interpreters more than there are workers, which have imported everything and wait to be told who they are.
 
     Never are two of them on their way: each would take twice as long, and whoever dies meanwhile wait for both.
     """
 
     def __init__(self, birth: dict[str, Any], tasks: Channel, replies: Channel) -> None:
         self.begin_s: float | None = None
-        self.wanted = False
-        self.pid = 0
-        self.pidfd: int | None = None
-        """Of the one that waits; None if there is none."""
-        self.call = -1
-        """Where the last one says that it is here, until it has."""
+        """When to begin, if that was not yet."""
+        self.wanted = 0
+        self.waiting: dict[int, _Spare] = {}  # by pidfd, the oldest first
+        self.coming: _Spare | None = None
+        """The one that has not said yet that it is here; it may have been told already who it is."""
         self._birth = birth
         self._fds = (tasks.fileno(), replies.fileno())
-        self._channel: Channel | None = None
         self._losses = 0
 
-    def start(self) -> int | None:
-        """Have one, if that is wanted and there is none: its pidfd. Nobody needs it as yet, so that it may fail."""
-        if not self.wanted or self.pidfd is not None or self.call >= 0:
+    def start(self) -> _Spare | None:
+        """Have one more, if that is wanted and none is on its way. Nobody needs it as yet, so that it may fail."""
+        if len(self.waiting) >= self.wanted or self.coming is not None or self.begin_s is not None:
             return None
         try:
             ours, theirs = pair()
             with contextlib.closing(theirs):
-                self.pid, self.pidfd = _interpreter(self._birth, SPARE, *self._fds, theirs.fileno())
+                pid, pidfd = _interpreter(self._birth, SPARE, *self._fds, theirs.fileno())
         except OSError:
-            self.wanted = False
+            self.wanted = 0
             return None
-        self._channel, self.call = ours, ours.fileno()
-        return self.pidfd
+        self.coming = self.waiting[pidfd] = _Spare(pid, pidfd, ours)
+        return self.coming
 
-    def is_here(self) -> bool:
-        """The last one has said so, or will not any more: whether it is a worker by now, so that another may start."""
-        if self.call >= 0 and self._channel is not None:
-            with contextlib.suppress(OSError):
-                self._channel.receive_with_fd()  # left unread, it would take with it what was sent the other way
-        self.call = -1
-        if self.pidfd is None and self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        return self.pidfd is None
+    def arrived(self) -> None:
+        """The one that was on its way has said that it is here, or never will."""
+        spare, self.coming = self.coming, None
+        assert spare is not None
+        with contextlib.suppress(OSError):
+            spare.call.receive_with_fd()  # left unread, it would take with it what was sent the other way
+        if spare.pidfd not in self.waiting:
+            spare.call.close()
 
     def take(self, number: int, own: int) -> tuple[int, int] | None:
-        """Make it this worker: its pid and pidfd, or None if there is none."""
-        if self.pidfd is None or self._channel is None:
-            return None
-        try:
-            self._channel.send_with_fd(str(number).encode(), own)
-        except OSError:  # it has died: told by its pidfd
-            return None
-        self._losses = 0
-        pidfd, self.pidfd = self.pidfd, None
-        if self.call < 0:
-            self.is_here()
-        return self.pid, pidfd
+        """Make one of them this worker: its pid and pidfd, or None if there is none."""
+        for pidfd, spare in self.waiting.items():
+            try:
+                spare.call.send_with_fd(str(number).encode(), own)
+            except OSError:  # it has died: told by its pidfd
+                continue
+            self._losses = 0
+            self._forget(pidfd)
+            return spare.pid, pidfd
+        return None
 
-    def lost(self) -> int:
-        """It has died: its pid. One that dies again and again while it waits is not worth more."""
+    def lost(self, pidfd: int) -> int:
+        """One has died: its pid. Those that die again and again while they wait are not worth more."""
         self._losses += 1
-        self.wanted = self.wanted and self._losses < MOST_LOSSES
-        self.pidfd = None
-        if self.call < 0:
-            self.is_here()
-        return self.pid
+        if self._losses >= MOST_LOSSES:
+            self.wanted = 0
+        return self._forget(pidfd).pid
+
+    def _forget(self, pidfd: int) -> _Spare:
+        spare = self.waiting.pop(pidfd)
+        if spare is not self.coming:
+            spare.call.close()
+        return spare
 
 
 class _Watch:

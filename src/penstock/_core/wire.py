@@ -165,7 +165,8 @@ class Notice(enum.IntEnum):
     MADE = 2
     """A worker, its pid."""
     EXIT = 3
-    """A worker, its pid, its exit code; if it was ended for being late: task and item as in its record, else -1."""
+    """A worker (-1: one that waited to be one), its pid, its exit code; if it was ended for being late: task and item
+    as in its record, else -1."""
     REFUSED = 4
     """The number of the system's error: a worker cannot be made."""
     ABSENT = 5

@@ -94,7 +94,8 @@ class ProcessCrew:
         self._template_pid = 0
         self._template_fd = -1
         self._has_made = False
-        self._spare = (False, 0)  # whether one is wanted, its pid
+        self._wants_spares = 0
+        self._spares: set[int] = set()  # pids of those that wait to be workers
         self._orders: Channel | None = None
         self._broken: PenstockError | None = None
         self._closed = False
@@ -122,7 +123,7 @@ class ProcessCrew:
         try:
             for number in range(1, setup.workers):
                 self._make(number)
-            self._spare = (setup.spare, 0)
+            self._wants_spares = setup.spares
             self._prepare()
         except OSError as error:
             raise self._break(error) from error
@@ -209,13 +210,12 @@ class ProcessCrew:
         return replies
 
     def pids(self) -> list[int]:
-        """The template, its workers, and one that waits to be one."""
-        spare = [pid for pid in self._spare[1:] if pid and pid not in self._pids.values()]
-        return [self._template_pid, *self._pids.values(), *spare] if self._template_fd >= 0 else []
+        """The template, its workers, and those that wait to be one."""
+        return [self._template_pid, *self._pids.values(), *self._spares] if self._template_fd >= 0 else []
 
     @property
     def starts_slowly(self) -> bool:
-        """Whether a new worker is a fresh interpreter, so that it is worth having one ready."""
+        """Whether a new worker is a fresh interpreter, so that it is worth having some ready."""
         return self._method == "spawn"
 
     def busy(self) -> list[Busy]:
@@ -356,10 +356,10 @@ class ProcessCrew:
         theirs.close()
 
     def _prepare(self) -> None:
-        """Have the template make one more than is needed now, where there is room for it."""
-        if self._spare[0] and self._orders is not None:
+        """Have the template make more than are needed now, where there is room for them."""
+        if self._wants_spares and self._orders is not None:
             with contextlib.suppress(OSError):  # the template died: told by its pidfd
-                self._orders.send_with_fd(pickle.dumps(("prepare",)))
+                self._orders.send_with_fd(pickle.dumps(("prepare", self._wants_spares)))
 
     def _send_probe(self) -> None:
         with contextlib.suppress(OSError):  # it died: told by the template, and the next worker gets it
@@ -372,7 +372,7 @@ class ProcessCrew:
         if not poller.poll(None if timeout_s is None else timeout_s * 1000):
             # The kernel ends workers with it, but for one that was stopped before it could ask for that. As long as the
             # template does not wait for them, their numbers are nobody else's.
-            for pid in (*self._pids.values(), *filter(None, self._spare[1:])):
+            for pid in (*self._pids.values(), *self._spares):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             os.kill(self._template_pid, signal.SIGKILL)
@@ -473,13 +473,16 @@ class ProcessCrew:
                 self.template_bytes = one
             elif notice is Notice.MADE:
                 self._pids[one] = two
+                self._spares.discard(two)
                 self._has_made = True
             elif notice is Notice.SPARE:
-                self._spare = (self._spare[0], one)
+                self._spares.add(one)
             elif notice is Notice.ABSENT:
                 raise cannot_start(*body)
             elif notice is Notice.REFUSED:
                 raise OSError(one, os.strerror(one))
+            elif notice is Notice.EXIT and one == template.SPARE:
+                self._spares.discard(two)
             elif notice is Notice.EXIT:
                 code, held, ordinal = more
                 self._read_replies()  # what it said before it died counts
@@ -606,7 +609,7 @@ class ProcessCrew:
         code = self._reap_template(None)
         self._read_replies()
         self._forget_template()
-        _wait_until_gone([*self._pids.values(), *filter(None, self._spare[1:])])
+        _wait_until_gone([*self._pids.values(), *self._spares])
         self._read_replies()
         self._deaths.fruitless += 1
         # One that ends by itself before it made anybody would do so again; one that was killed may not be to blame.
@@ -638,7 +641,7 @@ class ProcessCrew:
         self._open_template()
         for number in numbers:
             self._make(number)
-        self._spare = (self._spare[0], 0)
+        self._spares.clear()
         self._prepare()
 
 
