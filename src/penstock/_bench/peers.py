@@ -1,9 +1,12 @@
-"""The peers: a loop, a thread pool, torch, torchdata, tinyloader, Grain and SPDL, each as its documentation advises.
+"""The peers: a loop, threads, torch, torchdata, tf.data, tinyloader, Grain and SPDL, each as its documentation advises.
 
 What "advises" came to, where there was a choice:
 
     torch       persistent workers for training; ``__getitems__`` for data that is in memory; an iterable-style dataset
                 that deals lines to its workers, or a map-style one over an index of them
+    tf.data     columns by ``from_tensor_slices``, text by ``TextLineDataset``; a load that is Python or NumPy is a
+                ``numpy_function`` in as many parallel calls as there are workers, in order; of small samples, a call
+                a batch
     tinyloader  workers per epoch, which is what its context manager does
     grain       ``shuffle``, ``map``, ``batch``, ``repeat`` of a ``MapDataset``, one iterator over all epochs; buffers
                 count batches here and are as deep as torch's: its default of 500 is meant for small single elements
@@ -202,6 +205,64 @@ class _Torch:
 
     def close(self) -> None:
         del self._loader  # its workers end with the iterator that it keeps
+
+
+# ---------------------------------------------------------------- tf.data
+
+
+class _TfData:
+    def __init__(self, job: Job) -> None:
+        tf: Any = importlib.import_module("tensorflow")
+        data, side_by_side = tf.data.Dataset, {"num_parallel_calls": job.workers, "deterministic": True}
+
+        def by_numpy(function: Any, example: Any, *given: Any) -> Any:
+            form = [tf.as_dtype(np.asarray(leaf).dtype) for leaf in _leaves(example)]
+            made = tf.numpy_function(lambda *leaves: _leaves(function(*leaves)), list(given), form)
+            return tuple(made) if isinstance(example, tuple) else made[0]
+
+        if job.text is not None:
+            lines = tf.data.TextLineDataset(job.text).map(tf.strings.strip)
+            lines = lines.filter(lambda line: tf.strings.length(line) > 0)
+            load = functools.partial(
+                by_numpy, lambda batch: stacked([job.load(line.decode()) for line in batch]), job.load("line")
+            )
+            dataset = lines.batch(job.batch_size).map(load, **side_by_side)
+        elif job.arrays is not None:
+            dataset = data.from_tensor_slices(job.arrays)
+            if job.shuffle:
+                dataset = dataset.shuffle(job.samples, seed=job.seed)
+            dataset = dataset.batch(job.batch_size)
+            if (finish := job.finish) is not None:
+                example = finish(tuple(column[:1] for column in job.arrays))
+                dataset = dataset.map(
+                    functools.partial(by_numpy, lambda *leaves: finish(leaves), example), **side_by_side
+                )
+        else:
+            places = data.range(len(job.items))
+            if job.shuffle:
+                places = places.shuffle(len(job.items), seed=job.seed)
+            load = functools.partial(by_numpy, lambda place: job.load(job.items[place]), job.load(job.items[0]))
+            if not job.costly:
+                load = functools.partial(
+                    by_numpy, lambda batch: stacked([job.load(job.items[i]) for i in batch]), job.load(job.items[0])
+                )
+                places = places.batch(job.batch_size)
+            dataset = places.map(load, **side_by_side)
+            dataset = dataset.batch(job.batch_size) if job.costly else dataset
+        self._dataset = dataset.prefetch(_AHEAD)
+
+    def epochs(self) -> Iterator[Iterable[Any]]:
+        return (self._dataset.as_numpy_iterator() for _ in itertools.repeat(None))
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        del self._dataset
+
+
+def _leaves(sample: Any) -> list[Any]:
+    return list(sample) if isinstance(sample, tuple) else [sample]
 
 
 # ---------------------------------------------------------------- tinyloader
@@ -405,6 +466,7 @@ PEERS: Final[tuple[Contender, ...]] = (
     _torch("torch-lines", "torch DataLoader, workers, by line index", indexed=True),
     _torch("torch-getitems", "torch DataLoader, no workers, __getitems__", workers=0, whole_batches=True),
     _torch("torch-stateful", "torchdata StatefulDataLoader, persistent workers", ("torch", "torchdata"), **_STATEFUL),
+    Contender("tf-data", "tf.data, parallel calls", _TfData, "thread", ("tensorflow",)),
     _tiny("tinyloader", "tinyloader, worker processes", shared=False),
     _tiny("tinyloader-shm", "tinyloader, workers, shared memory", shared=True),
     Contender("grain", "Grain, worker processes", functools.partial(_Grain, processes=True), "process", ("grain",)),

@@ -835,12 +835,12 @@ def _images_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_byte
 _OURS: Final = ("penstock", "penstock-auto", "penstock-0", "penstock-thread")
 _ANY: Final = (
     *_OURS, "loop", "threads", "torch-0", "torch", "torch-fresh", "torch-stateful",
-    "tinyloader", "grain", "grain-thread", "spdl", "spdl-process", "spdl-arena",
+    "tinyloader", "grain", "grain-thread", "spdl", "spdl-process", "spdl-arena", "tf-data",
 )  # fmt: skip
 # And who gathers rows that are in memory. A plain loop that does is the limit.
 _IN_MEMORY: Final = (
     *_OURS, "penstock-process", "threads", "torch-0", "torch", "torch-fresh", "torch-getitems", "torch-stateful",
-    "grain-thread", "spdl",
+    "grain-thread", "spdl", "tf-data",
 )  # fmt: skip
 
 WORKLOADS: Final = {
@@ -931,7 +931,7 @@ WORKLOADS: Final = {
             name="shards",
             title="rows of 192 KiB in .npy shards, shuffled, read from a cold disk",
             contenders=(
-                *_OURS, "penstock-blocks", "threads", "torch", "torch-4", "grain", "grain-thread", "spdl",
+                *_OURS, "penstock-blocks", "threads", "torch", "torch-4", "grain", "grain-thread", "spdl", "tf-data",
             ),
             limits=("disk",),
             unit="bytes",
