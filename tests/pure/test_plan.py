@@ -17,12 +17,12 @@ from penstock._core.layout import slot_bytes
 from penstock._core.plan import (
     CACHE_LEAVES,
     DEVICE_BUFFERS,
-    GROUP_S,
     MOST_ROWS,
     PARENT_BYTES,
     Footprint,
     Plan,
     Request,
+    group_s,
     solve,
 )
 
@@ -314,6 +314,14 @@ def test_slots_are_enough_that_no_worker_runs_dry(changes: dict[str, Any], slots
     assert solve(Request(memory=GiB(4), cores=4, **changes), IMAGES).slots == slots
 
 
+def test_a_large_batch_of_one_sample_does_not_wait_ready() -> None:
+    """It takes so long to fill that one more slot gives no speed, and costs as much as all the rest."""
+    large = replace(IMAGES, leaf_row_bytes=(MiB(24),))
+    plan = solve(Request(memory=GiB(4), cores=2, batch_size=1), large)
+    assert plan.slots == 4
+    assert "4 slots: two for the consumer, 2 for the workers to fill" in plan.notes
+
+
 @given(request=requests(), footprint=footprints, most=st.integers(1, 12))
 def test_a_limit_of_slots_is_kept(request: Request, footprint: Footprint, most: int) -> None:
     """An interface above the feed may promise its users that no more than so many samples lie in shared memory."""
@@ -508,7 +516,8 @@ def test_only_batches_of_quick_loads_share_a_slot(workers: int) -> None:
     assert together(5e-3) == 1
     assert together(200e-6) == 1
     assert together(2e-6) > 4
-    assert together(50e-6) * 16 * 50e-6 <= GROUP_S
+    for load_s in (15e-6, 50e-6):
+        assert together(load_s) * 16 * load_s <= group_s(load_s, workers)
 
 
 def test_plans_are_values() -> None:

@@ -53,7 +53,7 @@ from penstock._core.ledger import Ledger, State
 from penstock._core.line_reader import Scatter, Stretch
 from penstock._core.order import Mixing
 from penstock._core.patience import Patience, SlowLoad, users_level
-from penstock._core.plan import GROUP_S, PARENT_BYTES, Plan, thread_slack
+from penstock._core.plan import PARENT_BYTES, QUICK_GROUP_S, QUICK_LOAD_S, Plan, group_s, thread_slack
 from penstock._core.program import Probe
 from penstock._core.regions import Regions
 from penstock._core.section import Section
@@ -67,9 +67,7 @@ Part = slice | npt.NDArray[np.int64]
 
 # A task should take about this long: long against a message (some 20 us), short against a slow item beside it.
 TASK_S: Final = 1e-3
-# Items that take microseconds are much alike, and a task costs both sides, all in all, as much as dozens of them.
-QUICK_ITEM_S: Final = 20e-6
-QUICK_TASK_S: Final = 4e-3
+TURN_S: Final = 1e-3
 LOOK_S: Final = 0.05  # those who ask for numbers after every batch do not get new ones every time
 # Where a batch has more tasks than it takes to share it evenly they are made larger, though not so that a slow item
 # would hold up much.
@@ -83,6 +81,7 @@ TASK_ITEM_BYTES: Final = 2**19  # a task is made smaller where its items are lar
 COPY_TASK_BYTES: Final = 4 * 2**20  # the same for samples that only have to be copied
 # Copying a batch of this size takes about as long as telling a worker to, and being told that it was done.
 NEAR_BYTES: Final = 256 * 2**10
+FAR_BYTES: Final = 4 * 2**20  # one of this size is copied faster by several than by one
 COPY_S: Final = 1 / 4e9  # seconds a byte, until it is measured
 LEAST_TEXT_BYTES: Final = 2**18  # of the texts of a task that do not fit into their cells
 # Slots that grew stay so until this many batches would have fitted into what was planned.
@@ -315,6 +314,7 @@ class Engine:
                     if waited:
                         self.stats.wait_s += time.perf_counter() - began
                     self._measure()
+                    self._turn(epoch)
                     self._gave_at_s = time.perf_counter()
                     return found
                 if (self._units[0].epoch != epoch) if self._units else self._exhausted():
@@ -348,6 +348,17 @@ class Engine:
                 self._warn_of_excess()
             if slow is not None:  # not within: whoever makes errors of warnings gets one here
                 self._warn_of(*slow)
+
+    def _turn(self, epoch: int) -> None:
+        """Without workers: load the first batch of the next epoch while the last slot of this one is handed out.
+
+        Only what takes no longer than anybody would notice, for the consumer waits meanwhile.
+        """
+        unit = self._units[0] if self._units and not self.plan.workers and self.mode is Mode.ROWS else None
+        if unit is None or unit.epoch == epoch or not unit.open or len(unit.indices) * self._row_s > TURN_S:
+            return
+        for reply in self.crew.take():
+            self._take(reply)
 
     def lease(self, chunk: Chunk) -> tuple[Any, int] | None:
         """Memory of a chunk whose last reference frees the slot; None when it has to be copied."""
@@ -533,13 +544,15 @@ class Engine:
     def _copies_here(self, unit: Unit) -> bool:
         """Whether everything is kept in memory, and the consumer had better copy it itself than have it copied.
 
-        That is so for small batches, which are copied in the time that messages take; and for a consumer that needs
-        batches faster than they can be copied: workers would only take turns with it at the same memory.
+        That is so for small batches, which are copied in the time that messages take; and, of those that are not large,
+        for a consumer that needs batches faster than they can be copied: workers would only take turns with it.
         """
         if self.cache is None or not self.cache.at_hand(unit.indices):
             return False
         if not self.plan.workers or self.plan.batch_bytes <= NEAR_BYTES:
             return True
+        if self.plan.workers > 1 and self.plan.batch_bytes > FAR_BYTES:
+            return False
         size = len(unit.indices) * self._each * self.plan.sample_bytes
         return self._away_s < size * self._copy_s
 
@@ -640,14 +653,14 @@ class Engine:
         """Items a task, so that it is worth its message and a slow one holds up little else; so many are loaded."""
         if self.plan.workers <= 1:
             return count
-        task_s = QUICK_TASK_S if self._row_s < QUICK_ITEM_S else TASK_S
+        task_s = QUICK_GROUP_S if self._row_s < QUICK_LOAD_S else TASK_S  # what shares a slot is one task
         size = count
         if self._row_s > 0 and loaded:
             each_s = self._row_s * loaded / count
             even = count // (TASKS_A_WORKER * self.plan.workers)
             size = max(int(task_s / each_s) + 1, min(even, int(MOST_TASK_S / each_s)))
         size = min(size, COPY_TASK_BYTES // max(1, self.plan.sample_bytes * self._each) + 1) if not loaded else size
-        return count if size > count // 2 else size
+        return -(-count // max(1, count // size))  # all alike: no rest that is a task of its own
 
     # ---- replies
 
@@ -682,7 +695,8 @@ class Engine:
         if count:
             self._row_s = 0.8 * self._row_s + 0.2 * reply.seconds / count
             batch_s = max(self._row_s, reply.seconds / count) * self.plan.batch_size / self._each
-            self._together = max(1, min(2 * self._together, int(GROUP_S / batch_s) if batch_s > 0 else 1))
+            patience_s = group_s(self._row_s, self.plan.workers)
+            self._together = max(1, min(2 * self._together, int(patience_s / batch_s) if batch_s > 0 else 1))
             if self._batch_texts:
                 self._together = max(1, min(self._together, self.text_bytes // (2 * self._batch_texts)))
         self._finish(unit, chunk, reply, last=True)

@@ -24,9 +24,10 @@ from penstock._core.fit import Need
 from penstock._core.layout import LINE, aligned, slot_bytes
 
 __all__ = [
-    "GROUP_S",
     "LEAN_WORKER_BYTES",
     "PARENT_BYTES",
+    "QUICK_GROUP_S",
+    "QUICK_LOAD_S",
     "TEMPLATE_BYTES",
     "THREAD_BYTES",
     "Executor",
@@ -35,6 +36,7 @@ __all__ = [
     "Request",
     "device_batch_bytes",
     "exact",
+    "group_s",
     "solve",
     "thread_slack",
 ]
@@ -76,6 +78,7 @@ KEPT_BY_MALLOC_BYTES: Final = (
 STEADY_SLOTS: Final = 3  # the consumer lets go of a batch only after it took the next one
 WANTED_SLOTS: Final = 4  # and one in reserve for items that take longer than others
 MOST_SLOTS: Final = 8
+LARGE_BATCH_BYTES: Final = 8 * 2**20  # it is filled for so long that a ready one beside it gains nothing that shows
 CHEAP_SLOTS_BYTES: Final = 4 * 2**20  # slots up to this much in all are not worth saving
 # Small batches share a slot, so that a task, a message and a lease serve several of them: up to this many, and as long
 # as filling such a slot takes no longer than a consumer would notice.
@@ -87,6 +90,10 @@ GROUPED_ALONE_BYTES: Final = 512 * 2**10  # of a batch: larger ones take longer 
 SMALL_BYTES: Final = 32 * 2**10  # of a batch: of smaller ones there can be more slots
 GROUPED_ALONE_SHARE: Final = 16  # of the budget, between once and twice as many bytes as with workers
 GROUP_S: Final = 4e-3
+# Loads that take microseconds are much alike, and a task costs both sides, all in all, as much as dozens of them; not
+# without workers, where the consumer would wait for all of it.
+QUICK_LOAD_S: Final = 20e-6
+QUICK_GROUP_S: Final = 12e-3
 # A load may be slow now and then, and what shares its slot waits for it: where that is decided beforehand, for samples
 # that are kept, no load is taken to be faster than this. Elsewhere the engine puts together what proves to be quick.
 GROUPED_LOAD_S: Final = 400e-6
@@ -505,7 +512,11 @@ class _Costs:
         if workers == 0:
             shared = self.request.groups and SMALL_BYTES <= self.batch <= GROUPED_ALONE_BYTES
             return self.limited(STEADY_SLOTS if shared else max(STEADY_SLOTS, free))
-        return self.limited(max(WANTED_SLOTS, free, STEADY_SLOTS + ceil(workers / self.fillers())))
+        return self.limited(max(WANTED_SLOTS, free, self.steady_slots() + ceil(workers / self.fillers())))
+
+    def steady_slots(self) -> int:
+        """Slots besides those that are being filled: the consumer's, and one that is ready."""
+        return STEADY_SLOTS - (self.rows == 1 and not self.request.whole and self.batch >= LARGE_BATCH_BYTES)
 
     def limited(self, slots: int) -> int:
         """No more slots than there may be."""
@@ -574,7 +585,8 @@ def _grouped(costs: _Costs, workers: int, slots: int) -> _Costs:
 
     worth = request.length if request.worth is None else request.worth
     kept, _ = _cache(request, costs.footprint, workers, request.memory - costs.total(workers, slots))
-    patience_s = KEPT_GROUP_S if worth is not None and kept >= worth else GROUP_S
+    all_kept = worth is not None and kept >= worth
+    patience_s = KEPT_GROUP_S if all_kept else group_s(costs.footprint.load_s, workers)
 
     load_s = costs.footprint.load_s
     if not workers and load_s < CHEAP_S:
@@ -589,6 +601,11 @@ def _grouped(costs: _Costs, workers: int, slots: int) -> _Costs:
         return larger.arena(slots) <= most_bytes and larger.total(workers, slots) <= request.memory
 
     return replace(costs, group=max(1, _last(fits, max(1, most))))
+
+
+def group_s(load_s: float, workers: int) -> float:
+    """How long it may take to fill what shares a slot."""
+    return QUICK_GROUP_S if workers and load_s < QUICK_LOAD_S else GROUP_S
 
 
 def _least(costs: _Costs, wanted: int) -> int:
@@ -662,8 +679,9 @@ def _notes(costs: _Costs, wish: tuple[int, str], rung: tuple[int, int], *, cache
         yield f"{slots} slots: no more were allowed"
     elif workers == 0:
         yield f"{slots} slots: the consumer may hold two batches while the next one is loaded"
-    elif slots == STEADY_SLOTS + ceil(workers / costs.fillers()):
-        yield f"{slots} slots: two for the consumer, one ready, {slots - STEADY_SLOTS} for the workers to fill"
+    elif slots == costs.steady_slots() + ceil(workers / costs.fillers()):
+        ready = ", one ready" if costs.steady_slots() == STEADY_SLOTS else ""
+        yield f"{slots} slots: two for the consumer{ready}, {slots - costs.steady_slots()} for the workers to fill"
     else:
         yield f"{slots} slots: at {format_bytes(costs.batch)} each, more of them cost next to nothing"
 
