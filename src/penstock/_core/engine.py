@@ -72,7 +72,7 @@ LOOK_S: Final = 0.05  # those who ask for numbers after every batch do not get n
 # Where a batch has more tasks than it takes to share it evenly they are made larger, though not so that a slow item
 # would hold up much.
 TASKS_A_WORKER: Final = 4
-MOST_TASK_S: Final = 8e-3
+MOST_TASK_S: Final = 40e-3
 BLOCK_TASK_BYTES: Final = 8 * 2**20
 TOLD_BYTES: Final = 40 * 2**20  # enough for the disks that were tried, and a page cache has room for it
 BLOCK_TASKS: Final = 3  # a worker, of a slot
