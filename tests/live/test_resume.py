@@ -244,6 +244,27 @@ def test_what_was_skipped_and_the_epoch_are_kept() -> None:
     assert [item for item, _ in before + after] == [item for item in range(LENGTH) if item not in (2, 30)]
 
 
+@pytest.mark.parametrize("stop", [1, 6, 18, 24])
+@pytest.mark.parametrize("kinds", [("process", "inline"), ("inline", "process")])
+def test_what_was_left_out_of_what_was_read_ahead_is_not_saved(kinds: tuple[str, str], stop: int) -> None:
+    """Whoever goes on from there reads it again, and would count it twice."""
+
+    def fragile(item: int) -> Any:
+        if item % 7 == 0:
+            raise ValueError("broken")
+        return load(item)
+
+    first, second = kinds
+    with feed_of(first, range(300), fragile, on_error="skip", batch_size=10) as feed:
+        taken(iter(feed), stop)
+        state = through_json(feed.state_dict())
+    assert all(item < state["position"] for item, _ in state["skipped"])
+    with feed_of(second, range(300), fragile, on_error="skip", batch_size=10) as feed:
+        feed.load_state_dict(state)
+        taken(iter(feed))
+        assert [item for item, _ in feed.stats.skipped] == list(range(0, 300, 7))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

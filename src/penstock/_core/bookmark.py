@@ -8,7 +8,8 @@ A saved state is data that may have been written by anyone: every field is check
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from penstock._core.errors import LoadError, said, shown
@@ -37,6 +38,8 @@ class Bookmark:
     drawn: int = 0
     """Items that earlier iterations were given: a one-time stream goes on after them."""
     skips_in_a_row: int = 0
+    left_out: deque[int] = dataclasses.field(default_factory=deque)
+    """Positions of the last items that were left out; those that were only read ahead are not passed yet."""
     told: set[str] = dataclasses.field(default_factory=set)
     """Warnings that were given."""
     resume: tuple[int, int] = (0, 0)
@@ -47,6 +50,17 @@ class Bookmark:
         """Places of this epoch's order that were handed out, to all ranks together."""
         return self.base + self.position * self.world
 
+    def leave_out(self, positions: Iterable[int]) -> None:
+        """These items, the last that were read, are left out."""
+        while self.left_out and self.left_out[0] < self.position:
+            self.left_out.popleft()
+        self.left_out.extend(positions)
+
+    @property
+    def left_out_ahead(self) -> int:
+        """How many were left out of what was read ahead, and will be again by whoever goes on from here."""
+        return sum(position >= self.position for position in self.left_out)
+
     def move(self, epoch: int, position: int, inside: int) -> None:
         """This is what was handed out last."""
         self.epoch, self.position, self.inside = epoch, position, inside
@@ -54,12 +68,14 @@ class Bookmark:
     def begin(self, epoch: int, base: int, inside: int) -> None:
         """An iteration begins, at the place where a saved one ended or anew."""
         self.drawn += self.place - base
+        self.left_out.clear()
         self.epoch, self.base, self.position, self.inside = epoch, base, 0, inside
 
     def go_to(self, epoch: int, base: int, inside: int) -> None:
         """The next iteration is to begin there, whatever was handed out before."""
         self.epoch, self.base, self.position, self.inside = epoch, base, 0, inside
         self.resume = (base, inside)
+        self.left_out.clear()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

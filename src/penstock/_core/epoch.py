@@ -435,7 +435,9 @@ class Epoch:
             if chunk.rows:
                 place.skips_in_a_row = 0
             return
-        for failure in sorted(chunk.failures, key=lambda f: f.ordinal):
+        failures = sorted(chunk.failures, key=lambda f: f.ordinal)
+        place.leave_out(unit.start + failure.ordinal for failure in failures)
+        for failure in failures:
             failure.error.__traceback__ = None  # its frames would keep arrays of the load alive, one set an item
             error = error_of(failure, unit)
             skipped.append((getattr(error, "item", None), failure.error))

@@ -262,6 +262,7 @@ class Feed:
         if here.position and not self._options.streams and inside == 0 and self._ended(epoch, here.position):
             epoch, place = epoch + 1, 0
         skipped = self._stats.skipped
+        skipped = skipped[: max(0, len(skipped) - here.left_out_ahead)]
         return {
             "version": VERSION,
             "epoch": epoch,
