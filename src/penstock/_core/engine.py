@@ -133,6 +133,8 @@ class Chunk:
     """What its texts take, which are not in the slot."""
     origin: Origin | None = None
     """Which of its samples are kept on the device: they are not in the slot, where the others stand in a row."""
+    last: bool = False
+    """Whether it is known that its epoch ends with it."""
 
 
 class Engine:
@@ -307,14 +309,17 @@ class Engine:
                 if self._requests:
                     self._answer_requests()
                 found = self._ready_head(epoch)
-                self._fill(pull=True)
+                # Without workers nothing is won by beginning the next one before it is asked for, but for the turn.
+                prepared = self._prepared[0] if self._prepared and not self.plan.workers else None
+                if found is None or prepared is None or prepared.epoch != epoch:
+                    self._fill(pull=True)
                 if found is None and self.cache is not None:
                     found = self._ready_head(epoch)  # what was begun just now may have been there already
                 if found is not None:
                     if waited:
                         self.stats.wait_s += time.perf_counter() - began
                     self._measure()
-                    self._turn(epoch)
+                    self._turn(found[1], epoch)
                     self._gave_at_s = time.perf_counter()
                     return found
                 if (self._units[0].epoch != epoch) if self._units else self._exhausted():
@@ -349,16 +354,26 @@ class Engine:
             if slow is not None:  # not within: whoever makes errors of warnings gets one here
                 self._warn_of(*slow)
 
-    def _turn(self, epoch: int) -> None:
+    def _turn(self, chunk: Chunk, epoch: int) -> None:
         """Without workers: load the first batch of the next epoch while the last slot of this one is handed out.
 
         Only what takes no longer than anybody would notice, for the consumer waits meanwhile.
         """
         unit = self._units[0] if self._units and not self.plan.workers and self.mode is Mode.ROWS else None
-        if unit is None or unit.epoch == epoch or not unit.open or len(unit.indices) * self._row_s > TURN_S:
+        if unit is None or unit.epoch == epoch:
+            return
+        chunk.last = True
+        if not unit.open or len(unit.indices) * self._row_s > TURN_S:
             return
         for reply in self.crew.take():
             self._take(reply)
+
+    def turned(self, run: int) -> None:
+        """The last chunk of an epoch was handed out, and known to be the last."""
+        with self._lock, self._section:
+            self._check(run)
+            self._settle()
+            self._ledger.linger()
 
     def lease(self, chunk: Chunk) -> tuple[Any, int] | None:
         """Memory of a chunk whose last reference frees the slot; None when it has to be copied."""
