@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +185,129 @@ def test_what_is_mixed_follows_from_the_budget_and_stays_inside_it(path: Path) -
         Feed(penstock.arrays(x), memory="64 MiB", shuffle=Blocks(group=20_000), num_workers=0) as feed,
     ):
         feed.plan  # noqa: B018 - the first look solves it
+
+
+LARGE_ROWS = 4000
+LARGE = 4 * 2**12
+
+
+def large_rows(folder: Path) -> Any:
+    """Rows of which a tight budget holds a part, each with its number in front."""
+    path = folder / "large.npy"
+    if not path.exists():
+        rows = np.lib.format.open_memmap(path, mode="w+", dtype=np.int32, shape=(LARGE_ROWS, LARGE // 4))
+        rows[:, 0] = np.arange(LARGE_ROWS)
+    return penstock.arrays(np.load(path, mmap_mode="r"))
+
+
+def large_feed(kind: str, folder: Path, memory: int | str, **options: Any) -> Feed:
+    """A feed of these that says nothing about groups."""
+    given: dict[str, Any] = {"batch_size": 16, "memory": memory, "shuffle": Blocks(rows=20), **options}
+    if kind == "file":
+        return Feed(large_rows(folder), **given)
+    # A function of this module would have workers import all that it does.
+    return Feed([str(i) for i in range(LARGE_ROWS)], lambda name: np.full(2**12, int(name), np.int32), **given)
+
+
+def firsts(feed: Feed, batches: int = 8) -> list[int]:
+    """The rows of the first batches; all of a group have a part in them."""
+    return [row for batch in itertools.islice(feed, batches) for row in batch[:, 0].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory"), [*(("file", memory) for memory in (64, 72, 80, 96, 160)), ("load", 64), ("load", 160)]
+)
+def test_in_a_tight_budget_every_crew_has_the_same_order(kind: str, memory: int, tmp_path: Path) -> None:
+    """What is mixed at a time follows from the budget alone: a crew that does not fit beside it is refused."""
+    orders, refused = [], []
+    crews: list[dict[str, Any]] = [{"num_workers": count} for count in (None, 0, 1, 2, 4)]
+    crews += [{"num_workers": count, "executor": "thread"} for count in (None, 2, 4)]
+    for crew in crews:
+        try:
+            with large_feed(kind, tmp_path, f"{memory} MiB", **crew) as feed:
+                orders.append((feed.state_dict()["window"], firsts(feed)))
+        except penstock.BudgetError:
+            refused.append(crew)
+    assert all(order == orders[0] for order in orders), [order[0] for order in orders]
+    assert all(crew in ({"num_workers": 2}, {"num_workers": 4}) for crew in refused)
+    assert LARGE_ROWS > orders[0][0] >= memory * 2**20 // 20 // LARGE
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_in_a_tight_budget_every_start_method_has_the_same_order(method: Any, tmp_path: Path) -> None:
+    """They differ in what a process takes, but not in what is assumed of one."""
+    with large_feed("load", tmp_path, "72 MiB", num_workers=0) as feed:
+        order = firsts(feed)
+    with large_feed("load", tmp_path, "72 MiB", num_workers=1, start_method=method) as feed:
+        assert firsts(feed) == order
+
+
+@pytest.mark.parametrize("kind", ["file", "load"])
+def test_a_state_from_before_the_first_batch_has_the_order_of_its_feed(kind: str, tmp_path: Path) -> None:
+    """Also one that was handed on unused, one of the edge of an epoch, and in a feed that has planned otherwise."""
+    with large_feed(kind, tmp_path, "64 MiB", num_workers=1) as feed:
+        before = json.loads(json.dumps(feed.state_dict()))
+        epoch = [batch[:, 0].tolist() for batch in feed]
+        between = json.loads(json.dumps(feed.state_dict()))
+        order = [row for batch in epoch for row in batch]
+        second = firsts(feed)
+    assert before["window"] == between["window"] < LARGE_ROWS
+    assert (between["epoch"], between["position"]) == (1, 0)
+    with large_feed(kind, tmp_path, "160 MiB", num_workers=2) as feed:
+        assert firsts(feed) != order[: 8 * 16], "another budget has another order"
+    with large_feed(kind, tmp_path, "160 MiB", num_workers=0) as feed:
+        feed.load_state_dict(before)
+        again = feed.state_dict()
+        assert again == before
+    with large_feed(kind, tmp_path, "160 MiB", num_workers=0, executor="thread") as feed:
+        assert feed.state_dict()["window"] != before["window"]
+        feed.load_state_dict(again)
+        assert firsts(feed) == order[: 8 * 16]
+        with pytest.raises(ValueError, match="has not begun"):
+            feed.load_state_dict({**before, "window": 16})
+        feed.load_state_dict(between)
+        assert firsts(feed) == second
+
+
+def test_a_state_of_a_group_that_was_asked_for_needs_no_plan(tmp_path: Path) -> None:
+    """Nor does that of a feed that is closed, or of nothing."""
+    with large_feed("load", tmp_path, "64 MiB", shuffle=Blocks(group=320)) as feed:
+        assert feed.state_dict()["window"] == 320
+        assert feed.stats.arena_bytes == 0
+    closed = large_feed("load", tmp_path, "64 MiB")
+    closed.close()
+    assert closed.state_dict()["window"] is None
+    with Feed([], np.int64, memory="64 MiB", shuffle=Blocks()) as feed:
+        assert feed.state_dict()["window"] is None
+
+
+@pytest.mark.parametrize("kind", ["file", "load"])
+def test_workers_that_do_not_fit_beside_a_group_are_told_what_works(kind: str, tmp_path: Path) -> None:
+    """Each way out that the error names is one, though a larger budget mixes more."""
+
+    def plan(memory: int | str = "68 MiB", **options: Any) -> Any:
+        with large_feed(kind, tmp_path, memory, **{"num_workers": 4, **options}) as feed:
+            return feed.plan
+
+    with pytest.raises(penstock.BudgetError, match="A larger budget mixes more") as caught:
+        plan()
+    text, least = str(caught.value), caught.value.least
+    assert f"Give memory={least}" in text
+    assert "batch_size" not in text
+    assert plan(least).workers == 4
+    if kind == "file":  # of which nothing is measured
+        with pytest.raises(penstock.BudgetError):
+            plan(least * 19 // 20)
+    fewer = re.search(r"num_workers=(\d+)", text)
+    assert fewer is not None
+    assert plan(num_workers=int(fewer[1])).workers == int(fewer[1]) > 0
+    assert 'executor="thread"' in text
+    assert plan(executor="thread").workers == 4
+    with pytest.raises(penstock.BudgetError) as caught:
+        plan("184 MiB", num_workers=8)
+    group = re.search(r"shuffle=Blocks\(group=(\d+)\)", str(caught.value))
+    assert group is not None
+    assert plan("184 MiB", num_workers=8, shuffle=Blocks(rows=20, group=int(group[1]))).workers == 8
 
 
 def test_an_item_that_fails_is_named_or_skipped(path: Path) -> None:

@@ -254,6 +254,22 @@ def test_the_batch_size_that_a_refusal_names_works(request: Request, footprint: 
         assert solve(replace(request, num_workers=int(found[1])), footprint).workers == int(found[1])
 
 
+def test_a_refusal_of_a_group_names_a_smaller_one_not_a_smaller_batch() -> None:
+    """A group has as many items whatever the batch; only one that is a single batch shrinks with it."""
+    request = Request(memory=MiB(60), batch_size=4, num_workers=1, group=6, regroup=4)
+    with pytest.raises(BudgetError, match=r"Blocks\(group=8\)") as caught:
+        solve(request, TIGHT)
+    assert "batch_size" not in str(caught.value)
+    assert solve(replace(request, group=2), TIGHT).batches_per_slot == 2
+    with pytest.raises(BudgetError):
+        solve(replace(request, group=3), TIGHT)
+    with pytest.raises(BudgetError, match=r"batch_size=9 and shuffle=Blocks\(group=9\)"):
+        solve(replace(request, batch_size=24, group=1, regroup=24), TIGHT)
+    with pytest.raises(BudgetError) as caught:
+        solve(replace(request, regroup=0), TIGHT)
+    assert "Blocks" not in str(caught.value), "a saved state says what it is"
+
+
 def test_tiny_and_huge_samples_have_a_least_too() -> None:
     """One byte and 100 GiB go through the same arithmetic."""
     request = Request(memory=1, batch_size=1, num_workers=0)

@@ -19,8 +19,9 @@ class Blocks:
 
     For storage where neighbours are cheap: shards, memory maps, one big file, a spinning disk, a network. ``size`` is
     that of a block, in bytes or as "4 MiB"; ``rows`` says it in items instead. A source that has blocks of its own (row
-    groups, shards) is read by those unless one of them is given. ``group`` is how many items are mixed at a time: what
-    the budget allows if it is not given, and then the order depends on the budget.
+    groups, shards) is read by those unless one of them is given. ``group`` is how many items are mixed at a time: if
+    it is not given, as many as about a third of the budget holds, and then the order depends on the budget, but not on
+    the workers: more of them than fit beside it are refused.
     """
 
     size: int | str | None = None

@@ -256,7 +256,13 @@ class Feed:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the feed is, as a small JSON-able dict: what was handed out counts, what was read ahead does not."""
+        """Where the feed is, as a small JSON-able dict: what was handed out counts, what was read ahead does not.
+
+        With ``shuffle=Blocks()`` the first use plans, as ``plan`` does: how much is mixed at a time is a part of it.
+        """
+        unplanned = self._options.blocks is not None and self._window is None and not self._closed
+        if unplanned and not self._schedule.is_empty():
+            self._prepare()
         here = self._place
         epoch, place, inside = here.epoch, here.place, here.inside
         if here.position and not self._options.streams and inside == 0 and self._ended(epoch, here.position):
@@ -299,6 +305,10 @@ class Feed:
                 (self._window_bytes, saved.window_bytes, "bytes"),
             ):
                 if theirs is not None and mine != theirs:
+                    if self._current is None and self._finalizer is not None:  # only planned: it is planned anew
+                        self._finalizer()
+                        self._launched = self._finalizer = None
+                        break
                     raise ValueError(
                         f"this state was shuffled {theirs} {what} at a time, and this feed is at work with {mine}: "
                         "load the state into a feed that has not begun"
@@ -310,9 +320,12 @@ class Feed:
 
     @property
     def _window(self) -> int | None:
-        """How many items are shuffled at a time, where that depends on the budget."""
-        if self._launched is None or not self._options.shuffle:
+        """How many items are shuffled at a time, where that depends on the budget; None if nobody knows yet."""
+        if not self._options.shuffle:
             return None
+        if self._launched is None:
+            blocks = self._options.blocks
+            return self._schedule.window or (blocks.group if blocks is not None else None)
         if self._schedule.mixing is not None:
             return self._schedule.mixing.group
         return self._launched.cut.window[0] if self._options.streams else None
@@ -320,8 +333,9 @@ class Feed:
     @property
     def _window_bytes(self) -> int | None:
         """The same in bytes, where large items make it fewer of them."""
-        begun = self._launched is not None and self._options.shuffle and self._options.streams
-        return self._launched.cut.window[1] if begun and self._launched is not None else None
+        if not (self._options.shuffle and self._options.streams):
+            return None
+        return self._schedule.window_bytes if self._launched is None else self._launched.cut.window[1]
 
     @functools.cached_property
     def _fingerprint(self) -> str | None:

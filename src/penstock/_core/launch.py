@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -37,12 +39,15 @@ from penstock._core.options import Options
 from penstock._core.order import Mixing
 from penstock._core.plan import (
     LEAN_WORKER_BYTES,
+    PARENT_BYTES,
+    SLACK_BYTES,
     TEMPLATE_BYTES,
     Executor,
     Footprint,
     Plan,
     Request,
     exact,
+    has_room,
     solve,
 )
 from penstock._core.program import Into, Pad, Probe, Program, Setup
@@ -79,8 +84,14 @@ MOST_PACKED_SLACK: Final = 1.75  # for a batch that takes all there is
 # the order does not depend on it.
 WINDOW_SHARE: Final = 8
 WINDOW_MOST: Final = 2**20
-# What workers that load with NumPy take together, on a machine of a few cores: the rest of the budget is for blocks.
+# What a template and one worker take at most that load with NumPy, whatever the start method. Of what they leave, three
+# quarters are for two groups of blocks, and the rest for further workers.
 CREW_BYTES: Final = 64 * 2**20
+GROUP_EIGHTHS: Final = 3
+LEAST_GROUP_SHARE: Final = 16  # of the budget, however little a crew leaves: less is hardly a shuffle
+# How often the names of a group are reckoned: the plan has them once in each of two slots and once for each worker, so
+# that this does for a dozen of them.
+NAMED: Final = 8
 # What a template and one worker take that have imported NumPy and little more.
 LEAST_CREW_BYTES: Final = 48 * 2**20
 
@@ -429,25 +440,52 @@ class _Planner:
     def mix(self, probe: Probe, crew: Crew | None, blocks: Blocks) -> tuple[Plan, int]:
         """The same for a shuffle of blocks: how much is mixed follows from the budget, if nobody has said it."""
         options, schedule = self._options, self._schedule
-        each = options.each or 1
-        assert options.batch_size != "max"
-        batch = max(1, options.batch_size // each)
-        item_bytes = max(1, probe.sample_bytes * each)
-        room = max((options.memory - CREW_BYTES) * 9 // 20, options.memory // 8)
-        group = schedule.window or blocks.group or max(batch, room // item_bytes // batch * batch)
-        starts, rows = None, blocks.rows_of(item_bytes)
+        starts, rows = None, blocks.rows_of(max(1, probe.sample_bytes * (options.each or 1)))
         if blocks.size is None and blocks.rows is None and (natural := getattr(options.source, "blocks", None)):
             starts = np.cumsum([0, *natural()], dtype=np.int64)[:-1]
             rows = int(np.diff(np.append(starts, schedule.length or 0)).max(initial=1))
-        while True:
-            schedule.mixing = Mixing(group, rows, starts)
-            try:
-                return self.solve(probe, crew)
-            except BudgetError:
-                # The workers turned out larger than most: mix less, unless somebody relies on how much it is.
-                if schedule.window or blocks.group or group <= batch:
-                    raise
-                group = max(batch, group // 2 // batch * batch)
+        group = schedule.window or blocks.group
+        if group is None and schedule.mixing is not None:
+            group = schedule.mixing.group  # this feed began with it, and begins anew after an interruption
+        if group is None:
+            group = self._group(options.memory, probe, self._crew_bytes(probe, crew, rows))
+        schedule.mixing = Mixing(group, rows, starts)
+        return self.solve(probe, crew)
+
+    def _group(self, memory: int, probe: Probe, crew_bytes: int) -> int:
+        """Items that are mixed at a time in a budget, where a template and one worker take so much.
+
+        The order follows from it. So it must not be looked at how many workers there are to be, nor what they are:
+        those that do not fit beside it are refused, or the plan has fewer. Only a template and one worker are reckoned
+        with, the fewest that read blocks ahead: as assumed, or where they are larger in whole powers of two, for
+        what is measured twice is never quite the same.
+        """
+        each, batch_size = self._options.each or 1, self._options.batch_size
+        assert batch_size != "max"
+        fewest = max(CREW_BYTES, 1 << max(0, crew_bytes - 1).bit_length())
+        room = min((memory - CREW_BYTES) * GROUP_EIGHTHS // 8, (memory - PARENT_BYTES - fewest) // 2)
+        room = max(room, memory // LEAST_GROUP_SHARE)
+        batch = max(1, batch_size // each)
+        item_bytes = max(1, probe.sample_bytes * each) + NAMED * self._name_bytes
+        return max(batch, room // item_bytes // batch * batch)
+
+    @functools.cached_property
+    def _name_bytes(self) -> int:
+        """What the first item costs besides its samples, the same for every executor."""
+        schedule, source = self._schedule, self._options.source
+        if schedule.lines is not None:
+            return schedule.lines.item_bytes
+        if source is not None and source.in_memory and self._options.load is not None:
+            return source.spec().sample_bytes  # sent to processes
+        items = schedule.pick(np.zeros(1, np.int64), travels=False) if schedule.length else None
+        return max(64, held_bytes(items[0])) if items else 8
+
+    def _crew_bytes(self, probe: Probe, crew: Crew | None, rows: int) -> int:
+        """What a template and one worker take: as measured, or assumed if there are none."""
+        idle = probe.process_bytes + getattr(crew, "template_bytes", 0)
+        if not probe.process_bytes:
+            idle = LEAN_WORKER_BYTES + TEMPLATE_BYTES
+        return idle + probe.load_bytes + self._block_bytes(probe, rows) + SLACK_BYTES
 
     def solve(self, probe: Probe, crew: Crew | None) -> tuple[Plan, int]:
         """The plan, and the bytes of a slot; BudgetError if there is none."""
@@ -468,7 +506,7 @@ class _Planner:
         kept_bytes = window_bytes if lines is None else lines.parent_bytes
         footprint = Footprint(
             leaf_row_bytes=rows,
-            load_bytes=probe.load_bytes + self._block_bytes(probe, mixing),
+            load_bytes=probe.load_bytes + (0 if mixing is None else self._block_bytes(probe, mixing.rows)),
             process_bytes=probe.process_bytes or (LEAN_WORKER_BYTES if processes else 0),
             template_bytes=TEMPLATE_BYTES if later else getattr(crew, "template_bytes", 0) if crew is not None else 0,
             load_s=probe.load_s,
@@ -480,7 +518,8 @@ class _Planner:
             batch_size=options.batch_size,
             num_workers=0 if self.alone else options.num_workers,
             isolated=self._isolated(mixing),
-            group=None if mixing is None else self._batches_of(mixing),
+            group=None if mixing is None else self._batches_of(mixing.group),
+            regroup=0 if mixing is None or self._schedule.window else self._batch_items,
             executor=options.executor if processes else "thread",
             cores=machine.look().cores,
             whole=program.mode is Mode.WHOLE,
@@ -521,7 +560,9 @@ class _Planner:
         except BudgetError:
             name, size = ("line index", kept_bytes) if lines is not None else ("shuffle window", 0)
             kept = (name, size, options.memory) if kept_bytes else None
-            raise _does_not_fit(request, footprint, kept=kept) from None
+            # Of a source that knows its samples nothing was measured, and nothing will turn out larger.
+            wider = footprint if later and not getattr(source, "measured", False) else _wider(footprint)
+            raise _does_not_fit(request, wider, kept=kept, group=self._groups(probe, crew, kept_bytes)) from None
         notes = plan.notes
         if self.alone:
             notes = tuple(note.replace("as asked", self.alone) for note in notes)
@@ -551,10 +592,25 @@ class _Planner:
             return "somebody has to read the next blocks while batches are drawn from these"
         return ""
 
-    def _batches_of(self, mixing: Mixing) -> int:
+    @property
+    def _batch_items(self) -> int:
+        """Items of a batch, of all ranks together."""
+        assert self._options.batch_size != "max"
+        return max(1, self._options.batch_size // (self._options.each or 1)) * self._options.world
+
+    def _groups(self, probe: Probe, crew: Crew | None, kept_bytes: int) -> Callable[[int], int] | None:
+        """Which group goes with which budget, in batches and the largest that it may come to; None if it is said."""
+        blocks, mixing = self._options.blocks, self._schedule.mixing
+        if self._program.mode is not Mode.ROWS or blocks is None or blocks.group or self._schedule.window:
+            return None
+        rows = mixing.rows if mixing is not None else blocks.rows_of(max(1, probe.sample_bytes))
+        crew_bytes = int(self._crew_bytes(probe, crew, rows) / MEASURED_SLACK)
+        return lambda memory: self._batches_of(self._group(memory + kept_bytes, probe, crew_bytes))
+
+    def _batches_of(self, group: int) -> int:
         """Batches a slot holds, so that it holds a group."""
         assert self._options.batch_size != "max"
-        items = -(-mixing.group // self._options.world)
+        items = -(-group // self._options.world)
         length = self._schedule.length or 0
         items = min(items, -(-length // self._options.world))
         return max(1, -(-items * (self._options.each or 1) // self._options.batch_size))
@@ -565,11 +621,9 @@ class _Planner:
         source = self._options.source
         return source is not None and self._options.load is None and isinstance(source.reader(), Scatters)
 
-    def _block_bytes(self, probe: Probe, mixing: Mixing | None) -> int:
+    def _block_bytes(self, probe: Probe, rows: int) -> int:
         """What a worker holds of a block while it puts its rows where they belong."""
-        if mixing is None or self._options.source is None or self.scatters:
-            return 0
-        return mixing.rows * probe.sample_bytes
+        return 0 if self._options.source is None or self.scatters else rows * probe.sample_bytes
 
 
 def _savings(spec: Spec, on_device: Cast) -> Iterator[str]:
@@ -594,30 +648,65 @@ def _savings(spec: Spec, on_device: Cast) -> Iterator[str]:
         )
 
 
-def _does_not_fit(request: Request, footprint: Footprint, *, kept: tuple[str, int, int] | None) -> BudgetError:
-    """The error whose ``least`` works when it is given: what is measured anew then may come out a little larger.
-
-    ``kept`` is what this process holds besides: its name, what it takes apart from its share of the budget, and the
-    budget that it is a part of.
-    """
-    wider = dataclasses.replace(
+def _wider(footprint: Footprint) -> Footprint:
+    """What may be measured the next time."""
+    return dataclasses.replace(
         footprint,
         load_bytes=int(footprint.load_bytes * MEASURED_SLACK) + sum(footprint.leaf_row_bytes) + LOAD_SLACK_BYTES,
         process_bytes=int(footprint.process_bytes * MEASURED_SLACK),
         template_bytes=int(footprint.template_bytes * MEASURED_SLACK),
     )
+
+
+def _does_not_fit(
+    request: Request,
+    footprint: Footprint,
+    *,
+    kept: tuple[str, int, int] | None,
+    group: Callable[[int], int] | None = None,
+) -> BudgetError:
+    """The error whose ``least`` works when it is given, for a footprint as large as it may come out then.
+
+    ``kept`` is what this process holds besides: its name, what it takes apart from its share of the budget, and the
+    budget that it is a part of. ``group`` says how many batches are mixed in a budget, where that follows from it.
+    """
     try:
-        solve(request, wider)
-    except BudgetError as error:
+        solve(request, footprint)
+    except BudgetError as refused:
+        error = refused
+        if group is not None and (mixed := _least_mixed(request, footprint, group)) is not None:
+            error = _with_least(error, mixed, " A larger budget mixes more at a time.")
         if kept is None:
             return error
         # The window is a share of the budget, so what is left for the rest grows with it.
         name, fixed_bytes, given = kept
         least = -(-(error.least + fixed_bytes) * WINDOW_SHARE // (WINDOW_SHARE - 1) // PAGE) * PAGE + PAGE
-        text = str(error).replace(exact(error.least), exact(least)).replace(f"memory={error.least}", f"memory={least}")
-        text = text.replace(exact(request.memory), exact(given))
-        return BudgetError(f"{text} The {name} is a part of it.", least=least)
+        error = _with_least(error, least, f" The {name} is a part of it.")
+        return BudgetError(str(error).replace(exact(request.memory), exact(given)), least=least)
     raise AssertionError("a larger footprint fits where a smaller one did not")
+
+
+def _with_least(error: BudgetError, least: int, more: str) -> BudgetError:
+    """The same error with another least."""
+    text = str(error).replace(exact(error.least), exact(least)).replace(f"memory={error.least}", f"memory={least}")
+    return BudgetError(text + more, least=least)
+
+
+def _least_mixed(request: Request, footprint: Footprint, group: Callable[[int], int]) -> int | None:
+    """The least budget that works where a larger one mixes more; None if it is not the budget that is too small.
+
+    Found by halving, for groups take only a part of what a budget has more.
+    """
+
+    def works(pages: int) -> bool:
+        memory = pages * PAGE
+        return has_room(dataclasses.replace(request, memory=memory, group=group(memory)), footprint)
+
+    low = -(-request.memory // PAGE)
+    most = next((low << more for more in range(32) if works(low << more)), None)
+    if most is None or has_room(request, footprint):
+        return None
+    return PAGE * (low + bisect_left(range(low, most), True, key=works))
 
 
 def _window(memory: int, item_bytes: int) -> int:

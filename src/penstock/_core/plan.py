@@ -28,6 +28,7 @@ __all__ = [
     "PARENT_BYTES",
     "QUICK_GROUP_S",
     "QUICK_LOAD_S",
+    "SLACK_BYTES",
     "TEMPLATE_BYTES",
     "THREAD_BYTES",
     "Executor",
@@ -37,6 +38,7 @@ __all__ = [
     "device_batch_bytes",
     "exact",
     "group_s",
+    "has_room",
     "solve",
     "thread_slack",
 ]
@@ -164,11 +166,13 @@ class Request:
     batch_size: int | Literal["max"] = 32
     """Samples a batch, or as many as the budgets allow."""
     num_workers: int | None = None
+    """How many workers; None: the plan decides."""
     isolated: str = ""
     """Why there must be a worker, however cheap a load is; "" if there need not."""
     group: int | None = None
     """Batches that a slot must hold, because its blocks are mixed: one slot is drawn from while another is read."""
-    """How many workers; None: the plan decides."""
+    regroup: int = 0
+    """Items of one of these, where the user may ask for fewer; 0 where the group is what it is."""
     executor: Executor = "process"
     cores: int = 1
     whole: bool = False
@@ -753,11 +757,17 @@ def _does_not_fit(costs: _Costs, wanted: int) -> BudgetError:
     parts.append(f"this process {format_bytes(costs.parent(workers, slots))}")
 
     def works(**changes: Any) -> bool:
-        return _fits(replace(request, **changes), costs.footprint)
+        return has_room(replace(request, **changes), costs.footprint)
 
     advice = []
-    if request.batch_size != "max" and (smaller := _last(lambda size: works(batch_size=size), rows - 1)):
+    # A group has so many items whatever the batch, and a smaller one has to be asked for.
+    smaller = 0 if request.batch_size == "max" else _last(lambda size: works(batch_size=size), rows - 1)
+    if smaller and request.group is None:
         advice.append(f"batch_size={smaller}")
+    elif smaller and request.group == 1 and request.regroup:
+        advice.append(f"batch_size={smaller} and shuffle=Blocks(group={max(1, smaller * request.regroup // rows)})")
+    if request.regroup and (fewer_batches := _last(lambda group: works(group=group), (request.group or 1) - 1)):
+        advice.append(f"shuffle=Blocks(group={fewer_batches * request.regroup})")
     if request.num_workers and (fewer := [n for n in range(request.num_workers) if works(num_workers=n)]):
         advice.append(f"num_workers={fewer[-1]}")
     if request.executor == "process" and workers and works(executor="thread"):
@@ -770,7 +780,8 @@ def _does_not_fit(costs: _Costs, wanted: int) -> BudgetError:
     )
 
 
-def _fits(request: Request, footprint: Footprint) -> bool:
+def has_room(request: Request, footprint: Footprint) -> bool:
+    """Whether there is a plan, as far as ``memory`` goes."""
     rows = 1 if request.batch_size == "max" else request.batch_size
     wanted, _ = _wanted_workers(request, footprint)
     return _least(_Costs.of(request, footprint, rows), wanted) <= request.memory
