@@ -16,6 +16,7 @@ import textwrap
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -893,3 +894,33 @@ def test_a_stream_that_fails_does_so_in_its_turn(kind: dict[str, Any]) -> None:
             seen.extend(first for batch in feed for first in batch[:, 0].tolist())
         assert seen == list(range(48))
         assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, ValueError, MemoryError])
+@pytest.mark.parametrize("place", [("send", "_flush"), ("submit", "_begin"), ("_take", "_next_chunk")])
+def test_whatever_a_signal_handler_raises_leaves_the_feed_usable(kind: type[Exception], place: tuple[str, str]) -> None:
+    """A timer strikes between any two bytecodes, and what it raises may look like an error of the system."""
+    count = 0
+
+    def strike(frame: Any, event: str, argument: object) -> None:
+        nonlocal count
+        if event == "return" and (frame.f_code.co_name, frame.f_back.f_code.co_name) == place:
+            count += 1
+            if count == 6:
+                raise kind("my alarm")
+
+    def load(item: int) -> Any:
+        return np.full(10, item)
+
+    with Feed(range(100), load, batch_size=8, memory="256 MiB", num_workers=2) as feed:
+        _ = feed.plan
+        batches = iter(feed)
+        sys.setprofile(strike)
+        try:
+            with pytest.raises(kind, match="my alarm"):
+                deque(batches, maxlen=0)
+        finally:
+            sys.setprofile(None)
+        del batches
+        for _ in range(2):
+            assert [value for batch in feed for value in batch[:, 0].tolist()] == list(range(100))

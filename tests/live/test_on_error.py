@@ -245,3 +245,21 @@ def test_an_unknown_way_is_refused_at_once() -> None:
         Feed(range(3), fails, batch_size=2, on_error="ignore")  # type: ignore[arg-type]
     with pytest.raises(PenstockError), feed_of("inline", [], fails) as feed:
         feed.plan  # noqa: B018 - nothing to plan for
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+@pytest.mark.parametrize("each", [3, None])
+@each_crew
+def test_what_an_item_gave_before_it_failed_is_handed_out(crew: str, each: int | None, size: int) -> None:
+    """Whatever the size of a batch, and whether or not the number of its samples is known."""
+
+    def late(item: int) -> Any:
+        for number in range(3):
+            if item == 1 and number == 2:
+                raise ValueError("late")
+            yield np.int64(item * 10 + number)
+
+    with feed_of(crew, range(4), late, batch_size=size, on_error="skip", samples_per_item=each) as feed:
+        samples = [int(sample) for batch in feed for sample in batch]
+        assert [item for item, _ in feed.stats.skipped] == [1]
+    assert samples == [0, 1, 2, 10, 11, 20, 21, 22, 30, 31, 32]

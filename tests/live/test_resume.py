@@ -417,3 +417,119 @@ def test_a_rank_that_does_not_exist_is_refused(shard: Any) -> None:
     for wrong in ("rank0", (1,), 3, ("a", "b"), (0.5, 2)):
         with pytest.raises((TypeError, ValueError), match="shard="):
             feed_of("inline", range(8), load, shard=wrong)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_an_epoch_of_which_only_failing_items_are_left_ends(batch_size: int) -> None:
+    """Nothing else shows the form of a sample there, and the job must be able to go on all the same."""
+
+    def fragile(item: int) -> Any:
+        if item in (6, 7):
+            raise ValueError("broken")
+        return load(item)
+
+    with feed_of("inline", range(8), fragile, on_error="skip", batch_size=batch_size) as feed:
+        taken(iter(feed), 6 // batch_size)
+        state = through_json(feed.state_dict())
+        assert state["position"] == 6
+    with feed_of("inline", range(8), fragile, on_error="skip", batch_size=batch_size) as feed:
+        feed.load_state_dict(state)
+        assert list(feed) == []
+        assert feed.epoch == 1
+        assert [item for item, _ in taken(iter(feed))] == list(range(6))
+
+
+def test_a_rank_whose_items_all_fail_ends_too() -> None:
+    """The others go on, and wait for it at the end of the epoch."""
+
+    def fragile(item: int) -> Any:
+        if item % 2:
+            raise ValueError("broken")
+        return load(item)
+
+    with Feed(range(8), fragile, batch_size=2, num_workers=0, shard=(1, 2), on_error="skip") as feed:
+        assert list(feed) == []
+        assert len(feed.stats.skipped) == 4
+
+
+@pytest.mark.parametrize("shuffle", [False, True, penstock.Blocks(rows=2, group=20), penstock.Blocks(rows=6, group=20)])
+@pytest.mark.parametrize(("length", "given", "world", "batch_size"), [(8, 6, 4, 1), (28, 24, 2, 4), (28, 26, 3, 4)])
+def test_the_end_of_an_epoch_that_has_nothing_for_a_rank_is_empty(
+    shuffle: Any, length: int, given: int, world: int, batch_size: int
+) -> None:
+    """With drop_last fewer items than ranks are left out of the epoch, and the next one follows."""
+    with Feed(range(length), load, batch_size=1, num_workers=0, shuffle=shuffle, drop_last=True) as feed:
+        taken(iter(feed), given)
+        state = through_json(feed.state_dict())
+    for rank in range(world):
+        options: Any = {"shuffle": shuffle, "drop_last": True, "shard": (rank, world)}
+        with Feed(range(length), load, batch_size=batch_size, num_workers=0, **options) as feed:
+            feed.load_state_dict(state)
+            assert list(feed) == []
+            assert feed.epoch == 1
+            assert len(list(feed)) == length // world // batch_size
+
+
+def test_an_epoch_without_items_is_counted() -> None:
+    """Fewer items than ranks, all left out: every rank comes to the same epoch."""
+    with Feed(range(2), load, batch_size=1, num_workers=0, shard=(0, 3), drop_last=True) as feed:
+        assert list(feed) == []
+        assert feed.state_dict()["epoch"] == feed.epoch == 1
+
+
+@pytest.mark.parametrize("each", [1, None])
+def test_a_state_of_one_rank_is_refused_by_others_where_their_places_differ(each: int | None) -> None:
+    """Items that are left out are replaced by later ones, on each rank for itself: samples would be lost or doubled."""
+
+    def fragile(item: int) -> Any:
+        if item in (0, 2, 4):
+            raise ValueError("broken")
+        return load(item) if each == 1 else iter([load(item)])
+
+    def made(rank: int, world: int = 2) -> Feed:
+        options: Any = {"on_error": "skip", "samples_per_item": each}
+        return Feed(range(12), fragile, batch_size=2, num_workers=0, shard=(rank, world), **options)
+
+    seen: list[Any] = []
+    states = []
+    for rank in (0, 1):
+        with made(rank) as feed:
+            before = feed.state_dict()
+            seen += taken(iter(feed), 1)
+            states.append(through_json(feed.state_dict()))
+    for rank, world in ((1, 2), (0, 3), (0, 1)):
+        with made(rank, world) as feed, pytest.raises(ValueError, match=r"rank 0 of 2.*save a state on every rank"):
+            feed.load_state_dict(states[0])
+    for rank in (0, 1):
+        with made(rank) as feed:
+            feed.load_state_dict(states[rank])
+            seen += taken(iter(feed))
+    assert sorted(item for item, _ in seen) == [1, 3, 5, *range(6, 12)]
+    with made(1, 3) as feed:
+        feed.load_state_dict(before)  # from between two epochs
+
+
+@pytest.mark.parametrize("wrong", [{"world": 0}, {"world": "x"}, {"world": -1}, {"inside": 1}, {"rank": "x"}])
+def test_a_state_with_impossible_numbers_is_refused(wrong: dict[str, Any]) -> None:
+    """It would be misread silently."""
+    with Feed(range(20), load, batch_size=2, num_workers=0) as feed:
+        state = feed.state_dict() | wrong
+        with pytest.raises(ValueError, match="this state is broken"):
+            feed.load_state_dict(state)
+
+
+def test_a_batch_that_an_interrupt_kept_from_the_consumer_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever saves after Ctrl-C would lose it."""
+    with Feed(range(20), load, batch_size=2, num_workers=0) as feed:
+        batches = iter(feed)
+        next(batches)
+        launched = feed._launched
+        assert launched is not None
+
+        def interrupted(*_: object) -> Any:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(type(launched.layout.spec), "build", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        assert feed.state_dict()["position"] == 2

@@ -91,7 +91,9 @@ class Saved:
     skipped: list[tuple[Any, BaseException]]
 
 
-def check_saved(state: Any, identity: Mapping[str, Any], *, world: int, strict: bool) -> Saved:
+def check_saved(
+    state: Any, identity: Mapping[str, Any], *, rank: int, world: int, each: int | None, strict: bool
+) -> Saved:
     """What a state says; ValueError or TypeError when it is none, or that of another feed."""
     if not isinstance(state, dict):
         raise TypeError(f"a state is the dict that state_dict() gave, not a {type(state).__name__}")
@@ -118,7 +120,18 @@ def check_saved(state: Any, identity: Mapping[str, Any], *, world: int, strict: 
     length = identity["length"]
     if length is not None and place > length + world:
         raise ValueError(f"this state is broken: its position is {place}, and there are {length} items")
-    if inside and _count(state, "world") != world:
+    if each is not None and inside >= each:
+        raise ValueError(f"this state is broken: it is {inside} samples inside an item, and one gives {each} here")
+    theirs, owner = _count(state, "world"), state.get("rank")
+    if theirs < 1:
+        raise ValueError("this state is broken: its world is 0 ranks")
+    if owner is not None and (_count(state, "rank"), theirs) != (rank, world):
+        raise ValueError(
+            f"this state is that of rank {owner} of {theirs}, and this is rank {rank} of {world}: where items may be "
+            "left out, or give any number of samples, each rank has come to a place of its own; save a state on every "
+            "rank and load each into its own, or save between two epochs, which is good for all"
+        )
+    if inside and theirs != world:
         raise ValueError(
             f"this state was taken in the middle of an item, by one of {state['world']} ranks, and here there are "
             f"{world}: go on with as many, or save at the end of an epoch"

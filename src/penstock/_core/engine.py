@@ -324,6 +324,7 @@ class Engine:
                     return found
                 if (self._units[0].epoch != epoch) if self._units else self._exhausted():
                     if self._broken is not None and not self._units:
+                        self._section.told = self._broken
                         raise self._broken
                     self._ledger.linger()
                     return None

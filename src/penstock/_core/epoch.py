@@ -213,11 +213,13 @@ class Epoch:
             self._ends = shared.last
             if shared.copy_of is not None:
                 launched.engine.release(shared.copy_of)
-        self._place.move(self.number, shared.start + shared.at // (launched.options.each or 1), 0)
-        self._count(rows, rows * shared.row_bytes)
         if launched.delivery is not None:
             self._prefetch(launched.delivery)
-        return launched.layout.spec.build(leaves)
+        batch = launched.layout.spec.build(leaves)
+        self._count(rows, rows * shared.row_bytes)
+        # Last, here and elsewhere: should Ctrl-C come before the consumer has the batch, it was not handed out.
+        self._place.move(self.number, shared.start + shared.at // self._each, 0)
+        return batch
 
     def _quick(self, size: int) -> Any:
         """The same for one that is not the last of its slot, and handed out as it lies there: it costs little more."""
@@ -226,11 +228,12 @@ class Epoch:
         assert launched is not None
         at = shared.at
         shared.at = end = at + size
-        self._place.move(self.number, shared.start + end // self._each, 0)
+        batch = launched.layout.spec.build([leaf[at:end] for leaf in shared.leaves])
         stats.samples += size
         stats.batches += 1
         stats.bytes += size * shared.row_bytes
-        return launched.layout.spec.build([leaf[at:end] for leaf in shared.leaves])
+        self._place.move(self.number, shared.start + end // self._each, 0)
+        return batch
 
     def _collated(self, unit: Unit, chunk: Chunk) -> Any:
         launched = self._launched
@@ -246,8 +249,8 @@ class Epoch:
             batch = packed_batch(chunk.body, launched.trees, *engine.peek(chunk), convert, copy=True)
             engine.release(chunk)
             self._note_copy()
-        self._place.move(self.number, unit.start + len(unit.indices), 0)
         self._count(chunk.rows, size)
+        self._place.move(self.number, unit.start + len(unit.indices), 0)
         return batch
 
     def _delivered(self, delivery: Delivery, unit: Unit, chunk: Chunk) -> Any:
@@ -262,10 +265,11 @@ class Epoch:
         if lease is None:
             delivery.settle(most=0)
             engine.release(chunk)
-        self._place.move(self.number, unit.start + len(unit.indices), 0)
         self._count(chunk.rows, size)
         self._prefetch(delivery)
-        return rebuilt(batch, leaves)
+        batch = rebuilt(batch, leaves)
+        self._place.move(self.number, unit.start + len(unit.indices), 0)
+        return batch
 
     def _prefetch(self, delivery: Delivery) -> None:
         """Begin to copy the next batch, if it is there, while the one at hand is used."""
@@ -366,27 +370,35 @@ class Epoch:
             self._segments.extend([unit.start + i, 0, each] for i in range(len(unit.indices)) if i not in lost)
 
     def _assembled(self, rows: int) -> Any:
-        launched, place = self._launched, self._place
-        assert launched is not None
-        options = launched.options
-        leaves = self._assembler.cut()
+        assert self._launched is not None
+        each = self._launched.options.each
         first, before, _ = self._segments[0]
+        position = inside = 0
         left = rows
         while left:
             position, seen, count = self._segments[0]
             used = min(left, count)
             left -= used
+            inside = seen + used
             if used == count:
                 self._segments.popleft()
             else:
-                self._segments[0] = [position, seen + used, count - used]
-            place.move(self.number, position, seen + used)
-        if options.each is not None and place.inside == options.each:
-            place.move(self.number, place.position + 1, 0)
-        self._put_by_units = [u for u in self._put_by_units if u.start + len(u.indices) > place.position]
-        convert = options.door
+                self._segments[0] = [position, inside, count - used]
+        if each is not None and inside == each:
+            position, inside = position + 1, 0
+        batch = self._put_together(rows, COLLATE_INDEX + first + (before << 32))
+        self._put_by_units = [u for u in self._put_by_units if u.start + len(u.indices) > position]
+        self._place.move(self.number, position, inside)
+        return batch
+
+    def _put_together(self, rows: int, index: int) -> Any:
+        """The samples that were put by as a batch."""
+        launched = self._launched
+        assert launched is not None
+        options, convert = launched.options, launched.options.door
+        leaves = self._assembler.cut()
         if options.collate is not None:
-            batch = self._collate(leaves[0], COLLATE_INDEX + first + (before << 32))
+            batch = self._collate(leaves[0], index)
             values = flatten(batch)[0]
             self._given_bytes = nbytes_of(values)
             self._count(rows, self._given_bytes)

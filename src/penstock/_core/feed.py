@@ -275,6 +275,7 @@ class Feed:
             "position": place,
             "inside": inside,
             "world": self._options.world,
+            "rank": self._options.rank if self._apart and (place or inside) else None,
             "drawn": here.drawn + here.place,
             "window": self._window,
             "window_bytes": self._window_bytes,
@@ -288,7 +289,8 @@ class Feed:
         Workers, batch size, executor, budget and the number of ranks may be others than then. With ``strict=False`` the
         items may look different too (paths that moved), as long as there are as many: the order is by place.
         """
-        saved = check_saved(state, self._identity(), world=self._options.world, strict=strict)
+        o = self._options
+        saved = check_saved(state, self._identity(), rank=o.rank, world=o.world, each=o.each, strict=strict)
         self._end_current()
         if isinstance(items := self._options.items, Stream) and not items.restarts:
             given = self._place.drawn + self._place.place
@@ -317,6 +319,11 @@ class Feed:
         self._next_epoch = saved.epoch
         self._place.go_to(saved.epoch, saved.place, saved.inside)
         self._stats.skipped[:] = saved.skipped
+
+    @property
+    def _apart(self) -> bool:
+        """Whether ranks that have handed out as many samples may have come to different places."""
+        return self._options.world > 1 and (self._options.skips or self._options.each is None)
 
     @property
     def _window(self) -> int | None:
@@ -369,9 +376,11 @@ class Feed:
         place = self._place
         base, inside = place.resume
         place.begin(number, base, inside)
-        if (self._launched is None or not self._options.streams) and self._schedule.is_empty():
+        empty = (self._launched is None or not self._options.streams) and self._schedule.is_empty()
+        if empty or self._schedule.nothing_after(number, base):
             place.resume = (0, 0)
             self._next_epoch = number + 1
+            place.begin(number + 1, 0, 0)
             return self._epoch_of(None, number, 0)
         self._next_epoch = number  # what the probe loads is what comes first
         launched = self._prepare()

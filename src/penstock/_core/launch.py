@@ -259,6 +259,8 @@ def _program(options: Options, inside: int, *, tries_threads: bool) -> Program:
     travels = source is not None and source.in_memory and options.load is not None and options.in_processes
     # Rows can be given out beforehand if batches are made of whole items, and the first one is not half used up.
     divides = each is not None and options.batch_size != "max" and options.batch_size % each == 0 and not inside
+    # What an item gave before it failed is handed out: where such items are left out, it may be any number of samples.
+    divides = divides and not options.skips
     mode = Mode.FLOW
     if each == 1 or divides:
         mode = Mode.ROWS if options.collate is None else Mode.FLOW if options.skips else Mode.WHOLE
@@ -338,8 +340,15 @@ def _probe(options: Options, schedule: Schedule, crew: Crew, epoch: int, base: i
     # Streams are not read ahead for this: what they gave cannot be put back into whatever makes them.
     start, size = 0, 1 if options.streams else batch
     last: tuple[Any, BaseException] | None = None
+    elsewhere = False
     while True:
-        indices, items = schedule.first(epoch, base, start=start, size=size)
+        if not elsewhere:
+            indices, items = schedule.first(epoch, base, start=start, size=size)
+            # What is left of an epoch, or a rank's share, may be items that fail: any other shows the form as well.
+            if len(indices) == 0 and start < SKIPS_IN_A_ROW and (base or options.world > 1):
+                elsewhere, start, size = True, 0, batch
+        if elsewhere:
+            indices, items = schedule.anywhere(start=start, size=size)
         if last is not None and (start >= SKIPS_IN_A_ROW or len(indices) == 0):
             raise all_failed(start, *last) from last[1]
         if len(indices) == 0:

@@ -119,6 +119,10 @@ class Schedule:
             return len(self.first(0, 0, start=0, size=1)[0]) == 0
         return len(self.order(0)) == 0  # also where this rank's share of a few items is none
 
+    def nothing_after(self, epoch: int, base: int) -> bool:
+        """Whether an epoch that goes on from a place has no item for this rank, as far as that is known."""
+        return self.length is not None and base > 0 and len(self.order(epoch, base)) == 0
+
     def order(self, epoch: int, base: int = 0) -> Order:
         """The order of an epoch from a place on; not for streams."""
         o = self._options
@@ -135,6 +139,11 @@ class Schedule:
             with contextlib.closing(self.lines.walk(base + start * self._options.world, size)) as walk:
                 return next(walk, (np.empty(0, np.int64), None))
         indices = self.order(epoch, base).indices(start, start + size)
+        return indices, self.pick(indices, travels=self._travels) if len(indices) else None
+
+    def anywhere(self, *, start: int, size: int) -> tuple[Any, Sequence[Any] | None]:
+        """The same of all items, as they are given; none where they only come in order."""
+        indices = np.arange(start, start if self.lines is not None else min(start + size, self.length or 0))
         return indices, self.pick(indices, travels=self._travels) if len(indices) else None
 
     @property
@@ -177,9 +186,9 @@ class Schedule:
         block = size * max(1, ORDER_BLOCK // size)
         ahead = np.empty(0, np.int64)
         # A shuffle of blocks that goes on in the middle of a group reads the rest of that group first.
-        start = self._rest_of_group(base, cut)
+        start = min(self._rest_of_group(base, cut), end)
         if start:
-            indices = order.indices(0, min(start, end))
+            indices = order.indices(0, start)
             yield Unit(epoch, 0, indices, self.pick(indices, travels=cut.travels), inside, self.name)
         prepared = False
         for at in range(start, end, size):

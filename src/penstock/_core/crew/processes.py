@@ -189,6 +189,8 @@ class ProcessCrew:
 
     def _break(self, error: OSError) -> PenstockError:
         """The system refused something without which the books are wrong: it is over, and this is why."""
+        if error.errno is None:  # it was not the system, but a signal handler of the user's, which may raise anything
+            raise error
         told = refused(error)
         assert isinstance(told, PenstockError)
         self._broken = told
