@@ -19,7 +19,7 @@ import random
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, Self
 
 import keras
@@ -29,6 +29,7 @@ import optree
 from penstock import Blocks, Epoch, Feed, LeaseError, Retry, arrays
 from penstock._core.budget import Size
 from penstock._core.options import OnError
+from penstock._core.patience import users_level
 from penstock._core.spec import Cast
 from penstock.compat.wording import Wording
 
@@ -46,7 +47,10 @@ _WORDS: Final = Wording(
     load=(
         (
             r'(to leave such items out:|leave such items out with) on_error="skip"(\)?)$',
-            r'\1 FeedDataset.from_feed(Feed(..., on_error="skip")), where load returns the targets too\2',
+            (
+                r'\1 FeedDataset.from_feed(Feed(..., on_error="skip")), where load returns the targets too and fit '
+                r"needs its steps_per_epoch\2"
+            ),
         ),
     ),
     start=(
@@ -56,7 +60,10 @@ _WORDS: Final = Wording(
         ),
         (
             r"say how many samples it gives with samples_per_item=n, or None when the number varies$",
-            "return one sample, or use FeedDataset.from_feed(Feed(..., samples_per_item=...))",
+            (
+                "return one sample, or use FeedDataset.from_feed(Feed(..., samples_per_item=...)), where fit needs its "
+                "steps_per_epoch if the number varies"
+            ),
         ),
         (r"^the feed was closed: make a new one to go on$", "the dataset was closed: make a new one to go on"),
     ),
@@ -107,7 +114,8 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         if on_error == "skip" or (isinstance(on_error, Retry) and on_error.then == "skip"):
             raise ValueError(
                 f"on_error={on_error!r} would shift every sample after one that is left out, and batches have numbers "
-                "here: let load return its targets too, and use FeedDataset.from_feed(Feed(..., on_error=...))"
+                "here: let load return its targets too, use FeedDataset.from_feed(Feed(..., on_error=...)), and give "
+                "fit its steps_per_epoch, as nobody knows how many batches will be left"
             )
         if cache == "device":
             raise ValueError(
@@ -119,6 +127,12 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         if load is None:
             items, beside = arrays(_data(x), *beside), ()
         else:
+            if isinstance(x, Mapping):
+                raise TypeError(
+                    f"x is a {type(x).__name__}, and load takes one item: give x as a sequence of items, such as "
+                    "list(zip(*x.values())), and let load take what belongs to one of them; only data without a load "
+                    "may be a dict of arrays"
+                )
             _check_lengths(len(x), beside)
             # A map is read from its file, in the workers.
             items = arrays(x) if isinstance(x, np.memmap) else x
@@ -156,10 +170,12 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         Where batches cannot be had by number (blocks, a stream, ``samples_per_item=None``, ``on_error="skip"``),
         ``ds[i]`` is whatever comes next; what Keras asks for only to build a model comes again. Where nobody knows how
         many there are, the dataset has no length, and after the end the feed begins anew: give ``fit`` its
-        ``steps_per_epoch``.
+        ``steps_per_epoch``, or it warns when that happens. A feed that goes on inside an epoch (``load_state_dict``) is
+        refused where batches are counted.
         """
         if not isinstance(feed, Feed):
             raise TypeError(f"from_feed takes a penstock.Feed, not a {type(feed).__name__}")
+        _check_whole(feed)
         made = cls.__new__(cls)
         made._set_up(feed, (), own=False)
         keras.utils.PyDataset.__init__(made)
@@ -177,6 +193,9 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         self._dice: Any = None
         self._since: list[int] = []  # numbers that were asked for since that state was taken
         self._asked = self._told = self._constructing = False
+        self._unending = self._warned = False  # whether Keras has no number of steps, and whether that was said
+        self._came = 0  # batches of the feed's epoch that came, where only its end tells how many there are
+        self._whole = True  # whether that began at its start
         self._early: dict[Batch, Any] = {}
         self._last: Batch = (-1, -1)
         self._shuffled = False
@@ -241,6 +260,10 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
             self._first = batch
         self._asked = True
         return batch
+
+    def on_epoch_begin(self) -> None:
+        """Only a look at whether Keras knows where its epoch ends."""
+        self._unending = not self._feed._options.counts and _is_unending()
 
     def on_epoch_end(self) -> None:
         """Begin the next epoch, if anything of this one was asked for: Keras calls this twice after a validation."""
@@ -385,14 +408,19 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
         self._foresee()
 
     def _whatever_comes(self) -> Any:
+        ended = 0  # batches of an epoch that is over
         for _ in range(2):
             if self._reading is None:
+                self._came, self._whole = 0, not any(self._feed._place.resume)
                 self._reading = iter(self._feed)
             try:
                 batch = next(self._reading)
+                self._came += 1
+                if ended and self._unending:
+                    self._warn_of_no_end(ended)
                 return self._own(batch) if self._runs_ahead else batch
             except StopIteration:
-                self._reading = None
+                self._reading, ended = None, self._came if self._whole else 0
             except BaseException:
                 self._reading = None
                 raise
@@ -400,6 +428,17 @@ class FeedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is Any 
             "the feed has no more batches, as a stream that gives its items once cannot begin anew: tell fit its "
             "steps_per_epoch and epochs, or make the feed of something that can be iterated again"
         )
+
+    def _warn_of_no_end(self, batches: int) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the feed's epoch was over after {batches} batch{'' if batches == 1 else 'es'}, and Keras asks for "
+                "more in one epoch of its own, which never ends, as nobody could tell it how many there are: give fit "
+                f"steps_per_epoch={batches} (evaluate and predict: steps={batches}, for validation_data: "
+                f"validation_steps={batches})",
+                stacklevel=users_level(),
+            )
 
 
 def _shuffled(count: int, state: Any) -> list[int]:
@@ -455,6 +494,29 @@ def _check_lengths(items: int, beside: tuple[Any, ...]) -> None:
                 raise ValueError(
                     f"{name} has the shape {list(column.shape)}, but there are {items} items: row i must belong to x[i]"
                 )
+
+
+def _check_whole(feed: Feed) -> None:
+    """Batches have numbers: those of an epoch of which a part was given elsewhere would be others."""
+    items, samples = feed._place.resume
+    if feed._options.counts and (items or samples):
+        more = f" and {samples} samples of the next" if samples else ""
+        raise ValueError(
+            f"the feed goes on inside epoch {feed.epoch}, after {items} of its items{more}, as its state says, and "
+            "Keras asks for the batches of whole epochs: iterate the feed itself for the rest of this one before you "
+            f"give it to from_feed, or begin it anew with feed.set_epoch({feed.epoch})"
+        )
+
+
+def _is_unending() -> bool:
+    """Whether Keras, which begins an epoch of a dataset without length, was told no steps: only its iterator knows."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        asking = frame.f_locals.get("self")
+        if any(base.__name__ == "EpochIterator" for base in type(asking).__mro__):
+            return not getattr(asking, "steps_per_epoch", 1)
+        frame = frame.f_back
+    return False
 
 
 def _is_building() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -156,6 +157,25 @@ def test_generate_epoch_reads_everything_as_often_as_multiplied(inputs: list[str
     x, y = next(once)  # and it can go on afterwards
     assert len(x) == len(y) == 16
     once.close()
+
+
+@pytest.mark.parametrize("limit", [MiB(100), GiB(2)])
+def test_tensors_may_be_single_samples_too(limit: int) -> None:
+    def single(number: int) -> Iterator[Any]:
+        time.sleep(0.003)
+        yield torch.full((2,), float(number))
+
+    config = Config(limit, GiB(1), 10, (2,), (2,), None, preferred_batch_size=4)
+    feeder = Feeder(config, range(10), range(10), single, single)
+    for epochs, rows in (
+        (feeder.generate_epochs(1), [4, 4]),
+        ([generate_epoch(config, range(10), range(10), single, single)], [4, 4, 2]),
+    ):
+        found = [(x, y) for epoch in epochs for x, y in epoch]
+        assert [len(x) for x, _ in found] == rows
+        assert all(isinstance(part, torch.Tensor) for pair in found for part in pair)
+        assert torch.cat([x for x, _ in found])[:, 0].tolist() == list(range(sum(rows)))
+        del found
 
 
 def test_without_functions_to_apply_batches_are_what_was_read(inputs: list[str]) -> None:
@@ -382,6 +402,18 @@ def test_a_read_of_another_form_than_the_config_says_is_refused(inputs: list[str
     with pytest.raises(
         LoadError,
         match=r"read_input gave float64\[3, 64, 64\], but the config says float32\[3, 64, 64\]: make them agree",
+    ):
+        next(once)
+    once.close()
+
+
+def test_a_tensor_on_a_device_is_refused_in_the_words_of_this_interface(inputs: list[str]) -> None:
+    def meta(path: str) -> Iterator[Any]:
+        yield from (torch.zeros(SHAPE, device="meta") for _ in range(2))
+
+    once = generate_epoch(**arguments(config_of(model_class=None), inputs, read_input=meta))
+    with pytest.raises(
+        PenstockError, match=r"^read_input or get_output gave a tensor on meta: .*; drop .to\(...\) there$"
     ):
         next(once)
     once.close()

@@ -317,6 +317,99 @@ def test_a_feed_that_skips_is_a_dataset_without_length() -> None:
     assert got == 2 * [[0, 1, 2, 4, 5, 6], [7, 8, 9, 10, 11, 12], [14, 15, 16, 17, 18, 19]]
 
 
+Callback: Any = keras.callbacks.Callback
+
+
+class Stop(Callback):  # type: ignore[misc]  # Keras is Any to the type checker
+    """Ends what would never end."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        self.model.stop_training = self.left <= 0
+
+
+def several(item: int) -> Iterator[Any]:
+    yield from [pair(item)] * 2
+
+
+ENDLESS: Final = {
+    "skips": lambda: Feed(range(20), Broken(3, 13), batch_size=6, num_workers=0, on_error="skip"),
+    "varies": lambda: Feed(range(9), several, batch_size=6, num_workers=0, samples_per_item=None),
+    "stream": lambda: Feed(dict.fromkeys(range(18)).keys(), pair, batch_size=6, num_workers=0),
+}
+
+
+def told_by(fit: Any) -> list[str]:
+    """What was said about steps; Keras warns of other things."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit()
+    return [str(one.message) for one in caught if "steps" in str(one.message)]
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_fit_that_would_never_end_is_told_its_steps_once(kind: str) -> None:
+    with ENDLESS[kind]() as feed:
+        dataset, model = FeedDataset.from_feed(feed), exact_model()
+        (told,) = told_by(lambda: model.fit(dataset, verbose=0, callbacks=[Stop(after=11)]))
+        assert told.startswith("the feed's epoch was over after 3 batches, and Keras asks for more in one epoch of its")
+        assert "give fit steps_per_epoch=3 (evaluate and predict: steps=3," in told
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+@pytest.mark.parametrize("steps", [2, 3, 7])
+def test_a_fit_that_knows_its_steps_is_told_nothing(kind: str, steps: int) -> None:
+    with ENDLESS[kind]() as feed:
+        dataset, model = FeedDataset.from_feed(feed), exact_model()
+        assert told_by(lambda: model.fit(dataset, epochs=4, steps_per_epoch=steps, verbose=0)) == []
+        assert told_by(lambda: model.evaluate(dataset, steps=steps, verbose=0)) == []
+
+
+def test_a_feed_that_goes_on_inside_an_epoch_is_refused() -> None:
+    """Its batches have numbers, and those that were given elsewhere would come again."""
+    options: dict[str, Any] = {"batch_size": BATCH, "num_workers": 0, "shuffle": True}
+    with Feed(range(ITEMS), pair, **options) as feed:
+        want = [[numbers(batch) for batch in epoch] for epoch in feed.epochs(2)]
+        feed.set_epoch(1)
+        begun = iter(feed)
+        for _ in range(3):
+            next(begun)
+        inside = feed.state_dict()
+        feed.set_epoch(2)
+        start = feed.state_dict()
+    with Feed(range(ITEMS), pair, **options) as feed:
+        feed.load_state_dict(inside)
+        with pytest.raises(
+            ValueError,
+            match=r"^the feed goes on inside epoch 1, after 24 of its items, as its state says, .* iterate the feed "
+            r"itself for the rest of this one .*, or begin it anew with feed.set_epoch\(1\)$",
+        ):
+            FeedDataset.from_feed(feed)
+        feed.set_epoch(1)
+        assert numbers(FeedDataset.from_feed(feed)[2]) == want[1][2]
+        feed.load_state_dict(inside)
+        assert [numbers(batch) for batch in feed] == want[1][3:]
+        assert FeedDataset.from_feed(feed)._epoch == 2
+        feed.load_state_dict({**start, "epoch": 1})
+        assert numbers(FeedDataset.from_feed(feed)[0]) == want[1][0]
+
+
+def test_a_stream_goes_on_where_its_state_says() -> None:
+    """Its batches have no numbers."""
+    feeds = [Feed(range(20), Broken(3), batch_size=4, num_workers=0, on_error="skip") for _ in range(2)]
+    begun = iter(feeds[0])
+    next(begun)
+    next(begun)
+    feeds[1].load_state_dict(feeds[0].state_dict())
+    assert numbers(FeedDataset.from_feed(feeds[1])[0]) == [9, 10, 11, 12]
+    for feed in feeds:
+        feed.close()
+
+
 def test_batches_from_blocks_come_as_they_are_read(tmp_path: Path) -> None:
     """By number they would be read again for every batch."""
     np.save(tmp_path / "data.npy", np.stack([load(item) for item in range(ITEMS)]))
@@ -387,7 +480,9 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         FeedDataset(x, x, sample_weight=x[:2], batch_size=2, load=load)
     with pytest.raises(TypeError, match="sample_weight belongs to targets"):
         FeedDataset(x, sample_weight=x, batch_size=2, load=load)
-    with pytest.raises(ValueError, match="would shift every sample after one that is left out"):
+    with pytest.raises(TypeError, match=r"^x is a dict, and load takes one item: give x as a sequence of items, such"):
+        FeedDataset({"p": ["a", "b"], "n": [1, 2]}, x, batch_size=2, load=load)
+    with pytest.raises(ValueError, match=r"would shift every sample after one .* and give fit its steps_per_epoch"):
         FeedDataset(x, x, batch_size=2, load=load, on_error=penstock.Retry(2, then="skip"))
 
 
@@ -408,10 +503,13 @@ def yielding(item: int) -> Iterator[Any]:
     [
         (
             failing,
-            r'out: FeedDataset.from_feed\(Feed\(..., on_error="skip"\)\), where load returns the targets too\)$',
+            r'on_error="skip"\)\), where load returns the targets too and fit needs its steps_per_epoch\)$',
         ),
         (growing, r"need padding: fill them up in load, or use FeedDataset.from_feed\(Feed\(..., collate_fn=...\)\)$"),
-        (yielding, r": return one sample, or use FeedDataset.from_feed\(Feed\(..., samples_per_item=...\)\)$"),
+        (
+            yielding,
+            r"FeedDataset.from_feed\(Feed\(..., samples_per_item=...\)\), where fit needs its steps_per_epoch if the",
+        ),
     ],
 )
 def test_what_goes_wrong_is_told_with_what_a_dataset_has(read: Any, message: str) -> None:

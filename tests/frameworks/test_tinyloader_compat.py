@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from multiprocessing.managers import SharedMemoryManager
 from pathlib import Path
 from typing import Any, Final
@@ -433,6 +434,43 @@ def test_a_request_that_fails_names_the_item(workers: int | None) -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+class Lockful(Exception):
+    """Cannot be pickled, and not be made again from its message."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+        self.lock = threading.Lock()
+
+
+class Raises(Arrays):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def load(self, request: int) -> Any:
+        if request == 4:
+            raise self.make()
+        return super().load(request)
+
+
+@pytest.mark.parametrize("workers", [None, 0, 1])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Lockful("a", "b"), "Lockful: a: b"),
+        (lambda: penstock.LoadError("my own", item="another"), "my own"),
+    ],
+)
+def test_whatever_load_raises_names_the_item(make: Any, said: str, workers: int | None) -> None:
+    """Also what cannot travel from a worker, and what looks like an error of make_request."""
+    loader = Raises(make)
+    results = load(loader, range(6)) if workers is None else load_with_workers(loader, range(6), workers)
+    with pytest.raises(penstock.LoadError, match=f"^load failed for 4: {said}$") as caught:
+        list(results)
+    assert caught.value.item == 4
+    assert said.endswith(str(caught.value.__cause__))
+
+
 def test_a_sample_that_cannot_be_sent_names_the_item() -> None:
     class Unsendable(Arrays):
         def load(self, request: int) -> Any:
@@ -514,6 +552,30 @@ def test_what_post_process_raises_is_left_as_it_is() -> None:
 
     with pytest.raises(penstock.LoadError, match=r'^my own, or leave such items out with on_error="skip"$'):
         list(load_with_workers(Picky(), range(3), 0))
+
+
+@pytest.mark.parametrize("workers", [None, 0, 1])
+@pytest.mark.parametrize("entered", [False, True])
+def test_a_stop_iteration_of_post_process_does_not_end_the_loop_in_silence(workers: int | None, entered: bool) -> None:
+    class Stops(Arrays):
+        def post_process(self, response: Any) -> Any:
+            if response[0][0] == 4:
+                raise StopIteration("no more")
+            return response
+
+    loader = Stops()
+    got: list[int] = []
+
+    def run() -> None:
+        results = load(loader, range(10)) if workers is None else load_with_workers(loader, range(10), workers)
+        with results if entered and isinstance(results, tinyloader.Loading) else nullcontext(results) as samples:
+            got.extend(int(x[0]) for x, _ in samples)
+
+    with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+        run()
+    assert isinstance(caught.value.__cause__, StopIteration)
+    assert got == [0, 1, 2, 3]
+    assert loader.shutdowns == (workers is not None)
 
 
 # ---------------------------------------- bounded memory

@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -96,14 +97,25 @@ def test_lists_that_give_more_samples_than_the_config_says_are_read_with_a_warni
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"input_shape": 2}, r"^input_shape=2 must be lengths of axes, such as \(3, 64, 64\), or \(\) for one$"),
+        ({"input_shape": 2}, r"^input_shape=2 must be lengths of axes, ints such as \(3, 64, 64\), or \(\) for one$"),
         ({"output_shape": (2, -1)}, r"^output_shape=\(2, -1\) must be lengths of axes"),
+        ({"input_shape": (8.0,)}, r"^input_shape=\(8.0,\) must be lengths of axes, ints such as"),
         ({"input_dtype": "floaty"}, "^input_dtype='floaty' is not known: give np.float32, say$"),
+        ({"input_dtype": object}, "^input_dtype=<class 'object'> is neither numbers nor bools: give np.float32, say$"),
+        ({"output_dtype": "U3"}, "^output_dtype='U3' is neither numbers nor bools"),
+        ({"output_dtype": [("a", "f4")]}, r"^output_dtype=\[\('a', 'f4'\)\] is neither numbers nor bools"),
     ],
 )
 def test_a_form_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         small_config(8, **changes)
+
+
+@pytest.mark.parametrize("dtype", [bool, "uint8", np.int64, "float16", np.complex64, "bfloat16", "float8_e4m3fn"])
+def test_every_kind_of_number_may_be_read(dtype: Any) -> None:
+    if isinstance(dtype, str) and dtype.startswith(("bfloat", "float8")):
+        pytest.importorskip("ml_dtypes")
+    assert small_config(8, input_dtype=dtype).batch_size == 4
 
 
 def test_what_is_no_function_or_no_config_is_refused_at_once() -> None:
@@ -120,6 +132,32 @@ def test_what_is_no_function_or_no_config_is_refused_at_once() -> None:
                 make(**{**given, name: 3})
         with pytest.raises(TypeError, match=r"^configs=\{\} must be a Config$"):
             make(**{**given, "configs": {}})
+
+
+class Labelled(dict[int, int]):
+    """Stands for a Series of pandas: what is iterated are the values, and ``[...]`` takes labels."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.values())
+
+
+@pytest.mark.parametrize("listed", [dict.fromkeys(range(8), "value"), Labelled({9 - n: n for n in range(8)})])
+def test_identities_are_what_iterating_the_list_gives(listed: Any) -> None:
+    once = generate_epoch(small_config(8), listed, listed, twice, numbers)
+    found = [(x[:, 0].tolist(), y.tolist()) for x, y in once]
+    once.close()
+    assert found == [([n, n, n + 1, n + 1],) * 2 for n in range(0, 8, 2)]
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "message"),
+    [(-1, ValueError, "^epoch_count=-1 must be 0 or more$"), (1.5, TypeError, "^epoch_count=1.5 must be an int$")],
+)
+def test_a_number_of_epochs_that_cannot_be_is_refused(count: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        multiply_epochs([(1, 2)], count)
+    with pytest.raises(error, match=message):
+        Feeder(small_config(8), range(8), range(8), twice, numbers).generate_epochs(count)
 
 
 def test_an_epoch_that_is_used_too_late_says_so() -> None:
@@ -194,6 +232,66 @@ def test_a_read_that_goes_wrong_is_told_in_the_words_of_this_interface(read: Any
         assert_own_words(caught.value)
 
 
+# ---------------------------------------- one sample an identity, the default
+
+
+def once_slowly(number: int) -> Iterator[Any]:
+    time.sleep(0.003)  # long enough for workers to be worth it
+    yield np.full(2, number, np.float32)
+
+
+def where(number: int) -> Iterator[Any]:
+    yield np.float64(os.getpid())
+
+
+def single_config(**changes: Any) -> Config:
+    """For thirty identities that give one sample each, without a word about ``one_read_count``."""
+    options = {"output_dtype": np.float64, "preferred_batch_size": 4, **changes}
+    return Config(options.pop("cpu_memory_limit", FEW), GiB(1), 30, (2,), (), None, **options)
+
+
+@pytest.mark.parametrize("limit", [FEW, GiB(1)])
+def test_without_a_one_read_count_an_identity_gives_one_sample(limit: int) -> None:
+    config = single_config(cpu_memory_limit=limit)
+    feeder = Feeder(config, range(30), range(30), once_slowly, where)
+    once = generate_epoch(config, range(30), range(30), once_slowly, where)
+    places = set()
+    for epochs, last in ((feeder.generate_epochs(2), 28), (multiply_epochs(once, 2), 30)):
+        found = []
+        for epoch in epochs:
+            for x, y in epoch:
+                found.append(x[:, 0].tolist())
+                places.update(y.tolist())
+        assert found == 2 * [list(range(at, min(at + 4, last))) for at in range(0, last, 4)]
+    assert (os.getpid() in places) == (limit == FEW)
+
+
+def no_sample(number: int) -> Iterator[Any]:
+    yield from ()
+
+
+def another_form(number: int) -> Iterator[Any]:
+    yield np.zeros(3, np.float32)
+
+
+@pytest.mark.parametrize("limit", [FEW, GiB(1)])
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (no_sample, "read_input gave only 0 samples for 0, but the config says one_read_count=1: make them agree$"),
+        (twice, "read_input gave more than 1 sample for 0, but the config says one_read_count=1: make them agree$"),
+        (another_form, r"read_input gave float32\[3\], but the config says float32\[2\]: make them agree$"),
+        (whole, r"of the type ndarray for 0, not a generator of samples \(one_read_count=1\): write yield in place"),
+    ],
+)
+def test_a_single_sample_is_held_to_the_config_too(read: Any, message: str, limit: int) -> None:
+    once = generate_epoch(single_config(cpu_memory_limit=limit), range(30), range(30), read, where)
+    with pytest.raises(LoadError, match=f"^reading failed for \\(0, 0\\): .*{message}") as caught:
+        next(once)
+    once.close()
+    assert_own_words(caught.value)
+
+
 def test_get_output_is_held_to_the_config_too() -> None:
     def short(number: int) -> Iterator[Any]:
         yield np.float32(number)
@@ -201,6 +299,20 @@ def test_get_output_is_held_to_the_config_too() -> None:
     with pytest.raises(LoadError, match="get_output gave only 1 sample for 0") as caught:
         read_small(get=short)
     assert caught.value.item == (0, 0)
+
+
+def no_life() -> Any:
+    raise ValueError("not here")
+
+
+class Unborn:
+    """Can be sent and not be received."""
+
+    def __reduce__(self) -> Any:
+        return no_life, ()
+
+    def __call__(self, number: int) -> Iterator[Any]:
+        return twice(number)
 
 
 def test_what_cannot_be_sent_to_workers_is_told_in_the_words_of_this_interface() -> None:
@@ -214,6 +326,9 @@ def test_what_cannot_be_sent_to_workers_is_told_in_the_words_of_this_interface()
         PenstockError, match=r"read_input or get_output cannot be sent .* in them, not around them$"
     ) as c:
         read_small(8, small_config(8, cpu_memory_limit=GiB(1)), read=locked)
+    assert_own_words(c.value)
+    with pytest.raises(PenstockError, match=r"^the workers cannot start: read_input or get_output could not") as c:
+        read_small(8, small_config(8, cpu_memory_limit=GiB(1)), read=Unborn())
     assert_own_words(c.value)
     locks = [threading.Lock() for _ in range(8)]
     feeder = Feeder(small_config(8, cpu_memory_limit=GiB(1)), locks, range(8), twice, twice)

@@ -278,4 +278,4 @@ def test_a_traceback_of_ours_is_whole() -> None:
         next(iter(feed))
     text = "".join(traceback.format_exception(caught.value))
     assert "first line\n\tsecond line, indented" in str(caught.value)
-    assert "where load raised it" in text
+    assert "where it was raised" in text

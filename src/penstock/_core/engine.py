@@ -1216,6 +1216,6 @@ def error_of(failure: Failure, unit: Unit, plan: Plan | None = None, *, spare_by
     told = str(error) if type(error) is LoadError else said(error)  # one that could not travel is told by its words
     loaded = LoadError(f"{what} failed for {shown(item)}: {told}{advice}", item=item)
     if failure.trace:
-        error.add_note(f"where load raised it:\n{printable(failure.trace.rstrip())}")
+        error.add_note(f"where it was raised:\n{printable(failure.trace.rstrip())}")
     loaded.__cause__ = error
     return loaded

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from penstock import BudgetError, BudgetWarning, Feed, GiB, Plan, Stats
 from penstock._core.errors import shown
 from penstock._core.options import check_count
 from penstock._core.patience import users_level
+from penstock._core.spec import is_floating
 from penstock.compat.wording import USE_OTHER, Wording
 
 __all__ = ["Config", "Feeder", "GiB", "generate_epoch", "multiply_epochs"]
@@ -57,6 +59,11 @@ _WORDS: Final = Wording(
     start=(
         (r"^load cannot be sent", "read_input or get_output cannot be sent"),
         (r"connections inside load instead of around it, or use [^,]*, [^,]*$", "connections in them, not around them"),
+        (r"^the workers cannot start: load could", "the workers cannot start: read_input or get_output could"),
+        (
+            r"^load returned a tensor on (.*); drop \.to\(\.\.\.\) from load$",
+            r"read_input or get_output gave a tensor on \1; drop .to(...) there",
+        ),
         (USE_OTHER, ""),
         (r", give a smaller num_workers$", ""),
         (r"What load imports (must be importable in a fresh interpreter)$", r"What these functions import \1"),
@@ -250,6 +257,7 @@ def multiply_epochs(
     epoch_generator: Iterable[tuple[Any, Any]], epoch_count: int
 ) -> Generator[Iterator[tuple[Any, Any]], None, None]:
     """``epoch_count`` epochs of what ``generate_epoch`` gave, or of anything that can be iterated again and again."""
+    check_count("epoch_count", epoch_count, least=0)
     if epoch_count > 1 and not isinstance(epoch_generator, EpochGenerator) and iter(epoch_generator) is epoch_generator:
         raise TypeError(
             f"epoch_generator={epoch_generator!r} gives its batches only once, not {epoch_count} times: give what "
@@ -423,7 +431,14 @@ class _Load:
     output: _Part
     count: int
 
-    def __call__(self, pair: tuple[Any, Any]) -> Iterator[tuple[Any, Any, np.uint8]]:
+    def __call__(self, pair: tuple[Any, Any]) -> Any:
+        samples = self._samples(pair)
+        if self.count > 1:
+            return samples
+        (sample,) = samples  # to the end, as only then they are counted
+        return sample
+
+    def _samples(self, pair: tuple[Any, Any]) -> Iterator[tuple[Any, Any, np.uint8]]:
         reads = (
             _read("read_input", self.input, pair[0], self.count),
             _read("get_output", self.output, pair[1], self.count),
@@ -478,15 +493,19 @@ def _check_callable(**functions: Any) -> None:
 
 def _check_form(name: str, shape: Any, dtype: Any) -> None:
     try:
-        known = all(length >= 0 and int(length) == length for length in shape)
-    except (TypeError, ValueError):
+        known = all(operator.index(length) >= 0 for length in shape)
+    except TypeError:
         known = False
     if not known:
-        raise TypeError(f"{name}_shape={shown(shape, 100)} must be lengths of axes, such as (3, 64, 64), or () for one")
+        raise TypeError(
+            f"{name}_shape={shown(shape, 100)} must be lengths of axes, ints such as (3, 64, 64), or () for one"
+        )
     try:
-        _dtype(dtype)
+        found = _dtype(dtype)
     except (TypeError, AttributeError) as error:
         raise TypeError(f"{name}_dtype={shown(dtype, 100)} is not known: give np.float32, say") from error
+    if found.kind not in "biu" and not is_floating(found):
+        raise TypeError(f"{name}_dtype={shown(dtype, 100)} is neither numbers nor bools: give np.float32, say")
 
 
 def _check_limit(name: str, value: Any) -> None:
@@ -509,7 +528,9 @@ def _check_total(config: Config, identities: int) -> None:
 
 
 def _sequence(values: Any) -> Sequence[Any]:
-    listed: Sequence[Any] = values if hasattr(values, "__len__") and hasattr(values, "__getitem__") else list(values)
+    # Where there are keys, values[0] is not the first one: dicts, Series of pandas.
+    by_place = hasattr(values, "__len__") and hasattr(values, "__getitem__") and not hasattr(values, "keys")
+    listed: Sequence[Any] = values if by_place else list(values)
     return listed
 
 

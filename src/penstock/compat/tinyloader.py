@@ -262,7 +262,10 @@ class Loading:
             self._loader.shutdown()
 
     def _result(self, packed: tuple[bytes, list[Any]]) -> Any:
-        return self._loader.post_process(_unpacked(*packed))
+        try:
+            return self._loader.post_process(_unpacked(*packed))
+        except StopIteration as stop:  # it would end the map, and the loop before all items have come
+            raise RuntimeError("post_process raised StopIteration: return from it, or raise another error") from stop
 
 
 # ---------------------------------------------------------------- what travels
@@ -352,21 +355,21 @@ def _unpacked(head: bytes, memory: list[Any]) -> Any:
 
 
 def _failed(what: str, item: Any, error: BaseException) -> LoadError:
-    return LoadError(f"{what} failed for {shown(item)}: {said(error)}", item=item)
+    told = str(error) if type(error) is LoadError else said(error)  # one that could not travel is told by its words
+    return LoadError(f"{what} failed for {shown(item)}: {told}", item=item)
 
 
 def _named(error: LoadError) -> LoadError:
     """The error of a feed in this interface's terms: the user's item, and no option that is not here."""
     cause = error.__cause__
-    if isinstance(cause, LoadError):  # raised by _asked, inside the feed's stream
-        return cause
-    if isinstance(error.item, _Asked):
-        item = error.item.item
-        if type(error) is LoadError and cause is not None and not isinstance(cause, MemoryError):
-            named = _failed("load", item, cause)
-            named.__cause__ = cause
-            return named
-        error.item = item
+    if not isinstance(error.item, _Asked):  # not of a load, but of the feed's stream: there _asked says which item
+        return cause if isinstance(cause, LoadError) else error
+    item = error.item.item
+    if type(error) is LoadError and cause is not None and not isinstance(cause, MemoryError):
+        named = _failed("load", item, cause)
+        named.__cause__ = cause
+        return named
+    error.item = item
     return error
 
 
