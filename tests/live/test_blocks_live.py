@@ -358,3 +358,54 @@ def test_what_makes_no_sense_is_refused_at_once(options: dict[str, Any], words: 
     given = {"items": range(9), "shuffle": Blocks(), **options}
     with pytest.raises((TypeError, ValueError), match=words):
         Feed(given.pop("items"), np.int64, **given)
+
+
+def _of_any_length(item: int) -> tuple[str, int]:
+    return "word " * (2 + item % 50), item
+
+
+def _ragged(item: int) -> Any:
+    return np.full(1 + item % 90, item)
+
+
+def _numbers(batch: Any, load: Any) -> list[int]:
+    return batch[1].tolist() if load is _of_any_length else [int(sample[0]) for sample in batch]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("load", [_of_any_length, _ragged])
+def test_samples_of_any_size_are_cut_into_the_same_blocks_by_everybody(load: Any) -> None:
+    """Each rank, and whoever goes on in the middle, looks at other items first: blocks must not follow from these."""
+
+    def made(**options: Any) -> Feed:
+        collate: Any = None if load is _of_any_length else "list"
+        return Feed(
+            range(6000), load, batch_size=50, num_workers=0, shuffle=Blocks(group=2000), collate_fn=collate, **options
+        )
+
+    with made() as feed:
+        epochs = [[n for batch in epoch for n in _numbers(batch, load)] for epoch in feed.epochs(2)]
+    with made() as feed:
+        feed.set_epoch(1)
+        assert [n for batch in feed for n in _numbers(batch, load)] == epochs[1]
+    ranks = []
+    for rank in range(4):
+        with made(shard=(rank, 4)) as feed:
+            ranks.append([n for batch in feed for n in _numbers(batch, load)])
+    assert [n for dealt in zip(*ranks, strict=True) for n in dealt] == epochs[0]
+    for count in (1, 17, 41, 100):
+        with made() as feed:
+            batches = iter(feed)
+            seen = [n for _ in range(count) for n in _numbers(next(batches), load)]
+            state = feed.state_dict()
+        with made() as feed:
+            feed.load_state_dict(state)
+            assert seen + [n for batch in feed for n in _numbers(batch, load)] == epochs[0]
+
+
+def test_blocks_of_bytes_are_refused_where_samples_differ_in_size() -> None:
+    """How many items they have would depend on which were looked at."""
+    with (
+        Feed(range(100), _of_any_length, batch_size=5, num_workers=0, shuffle=Blocks(size="16 KiB")) as feed,
+        pytest.raises(ValueError, match=r"samples differ in size here.*say Blocks\(rows=...\)"),
+    ):
+        next(iter(feed))

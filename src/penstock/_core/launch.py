@@ -92,6 +92,7 @@ LEAST_GROUP_SHARE: Final = 16  # of the budget, however little a crew leaves: le
 # How often the names of a group are reckoned: the plan has them once in each of two slots and once for each worker, so
 # that this does for a dozen of them.
 NAMED: Final = 8
+VARYING_BYTES: Final = 4096  # what an item is taken for where samples differ in size: blocks have a thousand of them
 # What a template and one worker take that have imported NumPy and little more.
 LEAST_CREW_BYTES: Final = 48 * 2**20
 
@@ -449,7 +450,7 @@ class _Planner:
     def mix(self, probe: Probe, crew: Crew | None, blocks: Blocks) -> tuple[Plan, int]:
         """The same for a shuffle of blocks: how much is mixed follows from the budget, if nobody has said it."""
         options, schedule = self._options, self._schedule
-        starts, rows = None, blocks.rows_of(max(1, probe.sample_bytes * (options.each or 1)))
+        starts, rows = None, blocks.rows_of(self._reckoned(probe))
         if blocks.size is None and blocks.rows is None and (natural := getattr(options.source, "blocks", None)):
             starts = np.cumsum([0, *natural()], dtype=np.int64)[:-1]
             rows = int(np.diff(np.append(starts, schedule.length or 0)).max(initial=1))
@@ -460,6 +461,25 @@ class _Planner:
             group = self._group(options.memory, probe, self._crew_bytes(probe, crew, rows))
         schedule.mixing = Mixing(group, rows, starts)
         return self.solve(probe, crew)
+
+    def _reckoned(self, probe: Probe) -> int:
+        """Bytes of an item by which blocks are cut and groups are sized.
+
+        The order follows from it, so it must be the same in every feed over these items: on other ranks, and where an
+        epoch goes on in the middle. Of samples that differ in size, those that happen to be looked at first say nothing.
+        """
+        options, lines, program = self._options, self._schedule.lines, self._program
+        if lines is not None and options.load is None:
+            return max(1, lines.total_bytes // max(1, self._schedule.length or 1))
+        texts = any(leaf.kind != "array" for leaf in probe.spec.leaves)
+        if not (texts or program.collate is list or isinstance(program.collate, Pad)):
+            return max(1, probe.sample_bytes * (options.each or 1))
+        if options.blocks is not None and options.blocks.size is not None:
+            raise ValueError(
+                f"samples differ in size here, so that blocks of {options.blocks.size!r} would be others in every feed "
+                "over these items: say Blocks(rows=...), in items"
+            )
+        return VARYING_BYTES
 
     def _group(self, memory: int, probe: Probe, crew_bytes: int) -> int:
         """Items that are mixed at a time in a budget, where a template and one worker take so much.
@@ -475,7 +495,7 @@ class _Planner:
         room = min((memory - CREW_BYTES) * GROUP_EIGHTHS // 8, (memory - PARENT_BYTES - fewest) // 2)
         room = max(room, memory // LEAST_GROUP_SHARE)
         batch = max(1, batch_size // each)
-        item_bytes = max(1, probe.sample_bytes * each) + NAMED * self._name_bytes
+        item_bytes = self._reckoned(probe) + NAMED * self._name_bytes
         return max(batch, room // item_bytes // batch * batch)
 
     @functools.cached_property
@@ -566,12 +586,13 @@ class _Planner:
                 left = request.memory - LEFT_BYTES - request.memory // LEFT_SHARE
                 with contextlib.suppress(BudgetError, ValueError):
                     plan = solved(dataclasses.replace(request, memory=left))
-        except BudgetError:
+        except BudgetError as error:
             name, size = ("line index", kept_bytes) if lines is not None else ("shuffle window", 0)
             kept = (name, size, options.memory) if kept_bytes else None
             # Of a source that knows its samples nothing was measured, and nothing will turn out larger.
             wider = footprint if later and not getattr(source, "measured", False) else _wider(footprint)
-            raise _does_not_fit(request, wider, kept=kept, group=self._groups(probe, crew, kept_bytes)) from None
+            group = self._groups(probe, crew, kept_bytes)
+            raise _does_not_fit(error, request, wider, kept=kept, group=group) from None
         notes = plan.notes
         if self.alone:
             notes = tuple(note.replace("as asked", self.alone) for note in notes)
@@ -612,7 +633,7 @@ class _Planner:
         blocks, mixing = self._options.blocks, self._schedule.mixing
         if self._program.mode is not Mode.ROWS or blocks is None or blocks.group or self._schedule.window:
             return None
-        rows = mixing.rows if mixing is not None else blocks.rows_of(max(1, probe.sample_bytes))
+        rows = mixing.rows if mixing is not None else blocks.rows_of(self._reckoned(probe))
         crew_bytes = int(self._crew_bytes(probe, crew, rows) / MEASURED_SLACK)
         return lambda memory: self._batches_of(self._group(memory + kept_bytes, probe, crew_bytes))
 
@@ -668,8 +689,9 @@ def _wider(footprint: Footprint) -> Footprint:
 
 
 def _does_not_fit(
+    error: BudgetError,
     request: Request,
-    footprint: Footprint,
+    wider: Footprint,
     *,
     kept: tuple[str, int, int] | None,
     group: Callable[[int], int] | None = None,
@@ -680,19 +702,19 @@ def _does_not_fit(
     budget that it is a part of. ``group`` says how many batches are mixed in a budget, where that follows from it.
     """
     try:
-        solve(request, footprint)
-    except BudgetError as refused:
-        error = refused
-        if group is not None and (mixed := _least_mixed(request, footprint, group)) is not None:
-            error = _with_least(error, mixed, " A larger budget mixes more at a time.")
-        if kept is None:
-            return error
-        # The window is a share of the budget, so what is left for the rest grows with it.
-        name, fixed_bytes, given = kept
-        least = -(-(error.least + fixed_bytes) * WINDOW_SHARE // (WINDOW_SHARE - 1) // PAGE) * PAGE + PAGE
-        error = _with_least(error, least, f" The {name} is a part of it.")
-        return BudgetError(str(error).replace(exact(request.memory), exact(given)), least=least)
-    raise AssertionError("a larger footprint fits where a smaller one did not")
+        solve(request, wider)
+    except BudgetError as larger:
+        # Larger in general: of loads in threads, malloc keeps less where they are so large that it maps them apart.
+        error = max(error, larger, key=lambda refused: refused.least)
+    if group is not None and (mixed := _least_mixed(request, wider, group)) is not None:
+        error = _with_least(error, mixed, " A larger budget mixes more at a time.")
+    if kept is None:
+        return error
+    # The window is a share of the budget, so what is left for the rest grows with it.
+    name, fixed_bytes, given = kept
+    least = -(-(error.least + fixed_bytes) * WINDOW_SHARE // (WINDOW_SHARE - 1) // PAGE) * PAGE + PAGE
+    error = _with_least(error, least, f" The {name} is a part of it.")
+    return BudgetError(str(error).replace(exact(request.memory), exact(given)), least=least)
 
 
 def _with_least(error: BudgetError, least: int, more: str) -> BudgetError:
