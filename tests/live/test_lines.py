@@ -17,7 +17,7 @@ import pytest
 import penstock
 from penstock import BudgetError, Feed, LoadError, PenstockError
 from penstock._core import line_index, lines, machine
-from tests.live.crews import batches, each_crew, feed_of
+from tests.live.crews import batches, drain, each_crew, feed_of
 
 WIDTH = 24
 # Compressed text comes in order only.
@@ -296,6 +296,78 @@ def test_a_compressed_file_that_was_cut_short_says_where(tmp_path: Path) -> None
         drained("process", penstock.lines(tmp_path / "a.gz"), tokens)
 
 
+def cut_short(zstandard: Any, how: str, text: bytes) -> bytes:
+    """A .zst file of which the end is missing."""
+    packed: bytes = zstandard.ZstdCompressor(write_checksum=True).compress(text)
+    behind = zstandard.compress(text)
+    skipped = b"\x5e\x2a\x4d\x18" + (9).to_bytes(4, "little") + b"skip this"
+    parts: dict[str, bytes] = {
+        "half": packed[: len(packed) // 2],
+        "most": packed[: len(packed) * 99 // 100],
+        "in the magic number": packed[:3],
+        "behind the magic number": packed[:4],
+        "in the header": packed[:6],
+        "before the checksum": packed[:-4],
+        "in the checksum": packed[:-1],
+        "in the second frame": packed + behind[: len(behind) // 2],
+        "in the second magic number": packed + behind[:2],
+        "behind the second magic number": packed + behind[:4],
+        "in a frame without data": packed + skipped[:-1],
+        "in the size of a frame without data": packed + skipped[:6],
+    }
+    return parts[how]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "half",
+        "most",
+        "in the magic number",
+        "behind the magic number",
+        "in the header",
+        "before the checksum",
+        "in the checksum",
+        "in the second frame",
+        "in the second magic number",
+        "behind the second magic number",
+        "in a frame without data",
+        "in the size of a frame without data",
+    ],
+)
+def test_a_zstd_file_that_was_cut_short_says_where(tmp_path: Path, how: str) -> None:
+    zstandard = pytest.importorskip("zstandard", reason="zstd needs the package zstandard")
+    wanted = write(tmp_path / "a.txt", 20_000)
+    (tmp_path / "a.zst").write_bytes(cut_short(zstandard, how, (tmp_path / "a.txt").read_bytes()))
+    found: list[str] = []
+    with (
+        feed_of("inline", penstock.lines(tmp_path / "a.zst", keep_blank=True), batch_size=10) as feed,
+        pytest.raises(PenstockError, match=r"a\.zst' could not be read on after line \d+: Compressed file") as said,
+    ):
+        drain(feed, found)
+    assert [line for line in found if line] == (wanted * 2)[: sum(map(bool, found))]
+    # What is on its way to a batch that will not be full is not handed out.
+    readable = int(str(said.value).partition("after line ")[2].partition(":")[0])
+    assert readable - len(found) <= 10 * feed.plan.batches_per_slot if found else readable == 0
+    assert found or how in ("in the magic number", "behind the magic number", "in the header")
+
+
+def test_a_zstd_file_of_several_frames_is_read_to_its_end(tmp_path: Path) -> None:
+    """Also where some hold no text, or nothing at all."""
+    zstandard = pytest.importorskip("zstandard", reason="zstd needs the package zstandard")
+    wanted = write(tmp_path / "a.txt", 3000)
+    text = (tmp_path / "a.txt").read_bytes()
+    streamed = zstandard.ZstdCompressor(write_checksum=True, write_content_size=False).compressobj()
+    skipped = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"other"
+    parts = [skipped, zstandard.compress(b""), zstandard.compress(b"\n" * 300_000), zstandard.compress(text[:99])]
+    parts += [zstandard.compress(b""), skipped, streamed.compress(text[99:]), streamed.flush(), skipped]
+    (tmp_path / "a.zst").write_bytes(b"".join(parts))
+    (tmp_path / "empty.zst").touch()
+    source = penstock.lines([tmp_path / "a.zst", tmp_path / "empty.zst"])
+    with feed_of("inline", source, batch_size=50) as feed:
+        assert texts(feed) == wanted
+
+
 def test_zstd_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (tmp_path / "a.zst").touch()
@@ -467,6 +539,44 @@ def test_the_index_stays_within_its_share_and_the_plan_shows_it(
         np.testing.assert_array_equal(np.concatenate([batch.copy() for batch in feed]), order)
 
 
+def windowed(zstandard: Any, log: int, text: bytes) -> bytes:
+    """Text compressed with a window of 2 ** log bytes, as zstd --long=log does it."""
+    form = zstandard.ZstdCompressionParameters(window_log=log)
+    packer = zstandard.ZstdCompressor(compression_params=form).compressobj()
+    return bytes(packer.compress(text) + packer.flush())
+
+
+@pytest.mark.parametrize("crew", ["inline", "process"])
+def test_the_window_of_zstd_is_a_part_of_the_budget(crew: str, tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard", reason="zstd needs the package zstandard")
+    text = b"line\n" * 500
+    (tmp_path / "short.zst").write_bytes(windowed(zstandard, 17, text))
+    (tmp_path / "long.zst").write_bytes(windowed(zstandard, 27, text))
+    source = penstock.lines([tmp_path / "short.zst", tmp_path / "long.zst"])
+    with pytest.raises(BudgetError, match=r"memory=67108864 .* The memory to unpack with is a part of it") as caught:
+        drained(crew, source, len, memory="64 MiB")
+    assert 2**27 < caught.value.least < 2**27 + 160 * 2**20
+    with feed_of(crew, source, len, memory=caught.value.least) as feed:
+        assert sum(len(batch) for batch in feed) == 1000
+        assert feed.plan.parent_bytes > 2**27
+        assert "zstd's window is 128 MiB" in " ".join(str(feed.plan).split())
+        assert feed.stats.peak_bytes > 2**27
+
+
+def test_a_later_window_of_zstd_is_refused_if_it_is_too_large(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard", reason="zstd needs the package zstandard")
+    first = b"".join(b"%d\n" % (number * number) for number in range(5000))
+    packed = windowed(zstandard, 17, first) + windowed(zstandard, 25, b"line\n" * 500)
+    assert len(packed) > 2 * 4096
+    (tmp_path / "a.zst").write_bytes(packed)
+    with pytest.raises(
+        BudgetError, match=r"a window of 32 MiB, and a budget of 64 MiB has room for one of 8 MiB"
+    ) as no:
+        drained("inline", penstock.lines(tmp_path / "a.zst"), memory="64 MiB")
+    with feed_of("inline", penstock.lines(tmp_path / "a.zst"), memory=no.value.least) as feed:
+        assert len(texts(feed)) == 5500
+
+
 def test_the_least_budget_that_an_error_names_is_enough(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", 50_000)
     source = penstock.lines(tmp_path / "a.txt")
@@ -475,6 +585,75 @@ def test_the_least_budget_that_an_error_names_is_enough(tmp_path: Path) -> None:
             drained("process", source, tokens, shuffle=shuffle, memory="16 MiB")
         with feed_of("process", source, tokens, shuffle=shuffle, memory=caught.value.least) as feed:
             assert len(next(iter(feed))) == 4
+
+
+@pytest.mark.parametrize("where", ["first", "late"])
+@pytest.mark.parametrize(("suffix", "shuffle"), [("", False), ("", True), (".gz", False)])
+@pytest.mark.parametrize("batch_size", [1, 2, 32])
+def test_the_least_budget_for_a_long_line_is_enough(
+    batch_size: int, suffix: str, shuffle: bool, where: str, tmp_path: Path
+) -> None:
+    """Also if it stands far behind the lines that are looked at first, and is wide as text."""
+    path = tmp_path / f"a.txt{suffix}"
+    long, short = b"z" * 3_000_000 + "\U0001f600\n".encode(), b"w" * 200 + b"\n"
+    data = long + 500 * short if where == "first" else 5000 * short + long
+    path.write_bytes(gzip.compress(data, 1) if suffix else data)
+    options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "num_workers": 0}
+    with (
+        Feed(penstock.lines(path), memory="16 MiB", **options) as feed,
+        pytest.raises(BudgetError, match=r"a\.txt.* has 2\.9 MiB, and a budget of 16 MiB has room for .* 2 MiB") as no,
+    ):
+        texts(feed)
+    with Feed(penstock.lines(path), memory=no.value.least, **options) as feed:
+        assert sum(map(len, texts(feed))) == len(data) - 3 - data.count(b"\n")
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_least_budget_for_a_long_line_is_enough_for_workers(shuffle: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    data = 20_000 * (b"w" * 200 + b"\n") + b"z" * 16_000_000
+    path.write_bytes(data)
+    options: dict[str, Any] = {"batch_size": 32, "shuffle": shuffle, "num_workers": 2}
+    with (
+        Feed(penstock.lines(path), memory="112 MiB", **options) as feed,
+        pytest.raises(BudgetError, match=r"has 15\.3 MiB, and a budget of 112 MiB has room for lines of 14") as caught,
+    ):
+        texts(feed)
+    with Feed(penstock.lines(path), memory=caught.value.least, **options) as feed:
+        assert sum(map(len, texts(feed))) == len(data) - 20_000
+
+
+def test_the_longest_line_is_planned_for_where_it_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"short\n" * 100 + b"z" * 14_000_000)
+    options: dict[str, Any] = {"num_workers": 2, "batch_size": 2, "shuffle": True}
+    with (
+        Feed(penstock.lines(path), memory="128 MiB", **options) as feed,
+        pytest.raises(
+            BudgetError, match=r"The line index, and 53\.\d MiB for whoever reads the longest line"
+        ) as caught,
+    ):
+        texts(feed)
+    with Feed(penstock.lines(path), memory=caught.value.least, **options) as feed:
+        assert sum(map(len, texts(feed))) == 500 + 14_000_000
+        assert "whoever reads holds the longest line: 53" in " ".join(str(feed.plan).split())
+
+
+@each_crew
+def test_no_batch_is_planned_to_take_more_than_all_text(crew: str, tmp_path: Path) -> None:
+    """The first line is no measure for as many as a batch holds."""
+    one, paths = tmp_path / "one.txt", [tmp_path / "a.txt", tmp_path / "b.txt"]
+    one.write_bytes(b"x" * 100_000)
+    for path in paths:
+        path.write_bytes(b"y" * 230_000 + b"\n" + b"".join(b"short %d\n" % number for number in range(2000)))
+    wanted = 2 * ["y" * 230_000, *(f"short {number}" for number in range(2000))]
+    with feed_of(crew, penstock.lines(one), batch_size=20_000, memory="128 MiB") as feed:
+        assert texts(feed) == ["x" * 100_000]
+    with feed_of(crew, penstock.lines(paths), batch_size=500, memory="128 MiB") as feed:
+        assert texts(feed) == wanted
+        assert feed.stats.peak_bytes <= 128 * 2**20
+    with feed_of(crew, penstock.lines(paths, encoding="latin-1"), batch_size=5000, memory="128 MiB") as feed:
+        assert texts(feed) == wanted
 
 
 # ---------------------------------------- the index on disk
@@ -513,6 +692,17 @@ def test_an_index_is_kept_and_used_again_until_the_files_change(
     with feed_of("inline", penstock.lines(path, index=folder, keep_blank=True), batch_size=100) as feed:
         assert len(feed) > 10
     assert len(list(folder.iterdir())) == 2
+
+
+def test_an_index_that_is_no_folder_is_refused_at_once(three: tuple[list[Path], list[str]], tmp_path: Path) -> None:
+    paths, _ = three
+    wrong: tuple[Any, ...] = (True, b"index")
+    for index in wrong:
+        with pytest.raises(TypeError, match=rf"index= must be a folder .*, not {type(index).__name__}: "):
+            penstock.lines(paths, index=index)
+    for file in (paths[0], str(paths[0])):
+        with pytest.raises(NotADirectoryError, match=r"index= must be a folder, and '.*a\.txt' is none"):
+            penstock.lines(paths, index=file)
 
 
 # ---------------------------------------- what it is

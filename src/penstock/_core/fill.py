@@ -273,7 +273,7 @@ class Filler:
         if loaded and gauge.apart:
             two = TRIAL_BYTES + idle + 2 * peak <= program.memory  # at once, beside those who try them
             load_s, cpu_s, ratio = self._pace(task, loaded, load_s, cpu_s, two=two)
-        load_bytes = self._load_bytes(peak, spec, exact=gauge.apart)
+        load_bytes = self._load_bytes(peak, packed or spec.sample_bytes, exact=gauge.apart)
         return Probe(spec, packed, load_s, cpu_s, load_bytes, idle, ratio, random)
 
     def _pace(
@@ -320,7 +320,7 @@ class Filler:
         if _gave_way() == gave_way:  # off the processor only because the machine is busy
             wall_s = cpu_s = min(wall_s, cpu_s)
         load_s, cpu_s = wall_s / len(samples), cpu_s / len(samples)
-        load_bytes = self._load_bytes(gauge.peak_bytes(), spec, exact=gauge.apart)
+        load_bytes = self._load_bytes(gauge.peak_bytes(), spec.sample_bytes, exact=gauge.apart)
         return Probe(spec, 0, load_s, cpu_s, load_bytes, idle)
 
     def _spec_of(self, sample: Any, item: Any) -> Spec:
@@ -338,13 +338,13 @@ class Filler:
         """Whether a batch is made by "pad" or "list", so that its leaves still have the names of a sample's."""
         return self.program.collate is list or isinstance(self.program.collate, Pad)
 
-    def _load_bytes(self, peak: int, spec: Spec, *, exact: bool) -> int:
+    def _load_bytes(self, peak: int, sample_bytes: int, *, exact: bool) -> int:
         if not peak:
-            return 2 * spec.sample_bytes
+            return 2 * sample_bytes
         # One that writes in place had to be given a place for the probe; there is none when it works.
         if isinstance(self.program.load, Into):
-            return max(0, peak - spec.sample_bytes)
-        return peak if exact else max(peak, 2 * spec.sample_bytes)
+            return max(0, peak - sample_bytes)
+        return peak if exact else max(peak, 2 * sample_bytes)
 
     def do(self, task: Task, ask: Ask) -> Reply:
         """Do a task, blocking in ``ask`` whenever it needs more room."""

@@ -12,7 +12,7 @@ import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from penstock._core.errors import BudgetError, LoadError, PenstockError
 from penstock._core.fill import Failed
 from penstock._core.items import Picker, held_bytes
 from penstock._core.kept import Began
-from penstock._core.layout import PAGE, Layout, slot_bytes
+from penstock._core.layout import LINE, PAGE, Layout, slot_bytes
 from penstock._core.limit import trim
 from penstock._core.line_reader import READ_BYTES
 from penstock._core.options import Options
@@ -50,7 +50,7 @@ from penstock._core.plan import (
     has_room,
     solve,
 )
-from penstock._core.program import Into, Pad, Probe, Program, Setup
+from penstock._core.program import Into, Pad, Probe, Program, Setup, as_texts
 from penstock._core.schedule import Cut, Schedule
 from penstock._core.sharing import obstacle_to_threads, unchanging_kind
 from penstock._core.source import Scatters
@@ -132,7 +132,8 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
     crew: Crew | None = None
     delivery: Delivery | None = None
     engine: Engine | None = None
-    planner = _Planner(options, schedule, program, _item_bytes(options, schedule, epoch, base), obstacle)
+    planner = _Planner(options, schedule, program, obstacle)
+    planner.item_bytes = _item_bytes(options, schedule, epoch, base)
     try:
         bare = options.source if program.load is None and options.collate is None else None
         if bare is not None and not getattr(bare, "measured", False):
@@ -156,8 +157,10 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
                 trim()  # what malloc has kept of the probe's samples, threads will not use
             if bare is not None:  # it knows all of its rows, not only those that were looked at
                 probe = dataclasses.replace(probe, spec=bare.spec().cast(options.cast))
-        if options.lines is not None:  # the probe reads a few lines, a task a block of them
-            probe = dataclasses.replace(probe, load_bytes=probe.load_bytes + READ_BYTES)
+        if schedule.lines is not None:  # the probe reads a few lines, a task a block of them or the longest there is
+            load_bytes = max(probe.load_bytes + READ_BYTES, schedule.lines.reading_bytes)
+            probe = _within_text(dataclasses.replace(probe, load_bytes=load_bytes), options, schedule)
+            planner.probe = probe
         held = int(getattr(options.source, "held_bytes", 0))
         probe = dataclasses.replace(probe, load_bytes=probe.load_bytes + held)
         planner.keeping = keeping = Keeping.of(options, schedule, program, probe)
@@ -215,6 +218,19 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             crew.close()
         raise
     return Launched(options, engine, plan, program, layout, planner.cut(plan), delivery)
+
+
+def _within_text(probe: Probe, options: Options, schedule: Schedule) -> Probe:
+    """The same for lines that are samples as they are: no batch takes more than all text there is.
+
+    The first ones may be longer than most, and a batch may be larger than the files.
+    """
+    if options.batch_size == "max" or options.collate is not as_texts or schedule.lines is None:
+        return probe
+    if (text_bytes := schedule.lines.text_bytes) is None:
+        return probe
+    most = -(-text_bytes // options.batch_size) + LINE
+    return dataclasses.replace(probe, packed_bytes=min(probe.packed_bytes, most))
 
 
 def _with_spares(plan: Plan, probe: Probe) -> tuple[Plan, int]:
@@ -405,22 +421,29 @@ def _item_bytes(options: Options, schedule: Schedule, epoch: int, base: int) -> 
 class _Planner:
     """Puts what was asked and what was measured into the plan's terms."""
 
-    def __init__(
-        self, options: Options, schedule: Schedule, program: Program, item_bytes: int, obstacle: str | None
-    ) -> None:
+    def __init__(self, options: Options, schedule: Schedule, program: Program, obstacle: str | None) -> None:
         self._obstacle = obstacle
         self._options = options
         self._schedule = schedule
         self._program = program
-        self._item_bytes = item_bytes
+        self.item_bytes = 0
+        """What one item adds to a message."""
+        self.probe: Probe | None = None
+        """What the first lines showed, of text."""
+        if schedule.lines is not None:
+            schedule.lines.least_for = self.least_for
         self.alone = ""
         """Why there can be no worker processes, where it is left to the plan."""
         if _too_small(options):
             self.alone = f"a budget below {format_bytes(LEAST_CREW_BYTES)} has no room for worker processes"
         self.keeping = Keeping(None)
         """How samples are kept, once it is known what they are."""
-        self._window = (
-            schedule.window or _window(options.memory, item_bytes),
+
+    @functools.cached_property
+    def _window(self) -> tuple[int, int]:
+        options, schedule = self._options, self._schedule
+        return (
+            schedule.window or _window(options.memory, self.item_bytes),
             schedule.window_bytes or options.memory // WINDOW_SHARE,
         )
 
@@ -432,7 +455,7 @@ class _Planner:
 
     def held_bytes(self, plan: Plan) -> int:
         """What the plan has for the items of all slots."""
-        return plan.slots * plan.batches_per_slot * plan.batch_size // (self._options.each or 1) * self._item_bytes
+        return plan.slots * plan.batches_per_slot * plan.batch_size // (self._options.each or 1) * self.item_bytes
 
     def cut(self, plan: Plan) -> Cut:
         """How epochs are cut under this plan."""
@@ -466,7 +489,7 @@ class _Planner:
         """Bytes of an item by which blocks are cut and groups are sized.
 
         The order follows from it, so it must be the same in every feed over these items: on other ranks, and where an
-        epoch goes on in the middle. Of samples that differ in size, those that happen to be looked at first say nothing.
+        epoch goes on in the middle. Where samples differ in size, those that are looked at first say nothing.
         """
         options, lines, program = self._options, self._schedule.lines, self._program
         if lines is not None and options.load is None:
@@ -540,7 +563,7 @@ class _Planner:
             template_bytes=TEMPLATE_BYTES if later else getattr(crew, "template_bytes", 0) if crew is not None else 0,
             load_s=probe.load_s,
             cpu_s=probe.cpu_s,
-            item_bytes=self._item_bytes,
+            item_bytes=self.item_bytes,
         )
         request = Request(
             memory=max(1, options.memory - kept_bytes),
@@ -587,8 +610,9 @@ class _Planner:
                 with contextlib.suppress(BudgetError, ValueError):
                     plan = solved(dataclasses.replace(request, memory=left))
         except BudgetError as error:
-            name, size = ("line index", kept_bytes) if lines is not None else ("shuffle window", 0)
-            kept = (name, size, options.memory) if kept_bytes else None
+            kept = _Kept("shuffle window", 0, options.memory, grows=True) if kept_bytes else None
+            if lines is not None:
+                kept = _Kept(lines.kept, kept_bytes, options.memory, lines.grows)
             # Of a source that knows its samples nothing was measured, and nothing will turn out larger.
             wider = footprint if later and not getattr(source, "measured", False) else _wider(footprint)
             group = self._groups(probe, crew, kept_bytes)
@@ -613,6 +637,23 @@ class _Planner:
         )
         plan = self.keeping.planned(plan)
         return plan, slot_bytes(rows, plan.batch_size * plan.batches_per_slot)
+
+    def least_for(self, line_bytes: int, reading_bytes: int) -> int:
+        """The least budget that this can be planned in if a line is so long; 0 if that is not more than there is."""
+        options = self._options
+        probe = self.probe or Probe(Spec.of(""), 0, 1e-3, 1e-3, 0, 0)
+        if options.collate is as_texts:
+            # If it is not one of the first, by which all others are planned, a batch holds one such.
+            rows = 1 if self.probe is None or options.batch_size == "max" else options.batch_size
+            packed_bytes = min(line_bytes, probe.packed_bytes + -(-line_bytes // rows))
+            probe = dataclasses.replace(probe, packed_bytes=packed_bytes)
+        load_bytes = max(probe.load_bytes, reading_bytes)
+        try:
+            self.solve(_within_text(dataclasses.replace(probe, load_bytes=load_bytes), options, self._schedule), None)
+        except BudgetError as error:
+            # Nothing was started that could be measured.
+            return error.least + (2 * TEMPLATE_BYTES if options.in_processes and options.num_workers != 0 else 0)
+        return 0
 
     def _isolated(self, mixing: Mixing | None) -> str:
         if self._options.timeout_s is not None:
@@ -678,6 +719,18 @@ def _savings(spec: Spec, on_device: Cast) -> Iterator[str]:
         )
 
 
+class _Kept(NamedTuple):
+    """What this process holds besides what the plan knows of."""
+
+    name: str
+    fixed_bytes: int
+    """What it takes apart from its share of the budget."""
+    memory: int
+    """The budget that it is a part of."""
+    grows: bool
+    """Whether it takes a share of a larger one."""
+
+
 def _wider(footprint: Footprint) -> Footprint:
     """What may be measured the next time."""
     return dataclasses.replace(
@@ -693,13 +746,12 @@ def _does_not_fit(
     request: Request,
     wider: Footprint,
     *,
-    kept: tuple[str, int, int] | None,
+    kept: _Kept | None,
     group: Callable[[int], int] | None = None,
 ) -> BudgetError:
     """The error whose ``least`` works when it is given, for a footprint as large as it may come out then.
 
-    ``kept`` is what this process holds besides: its name, what it takes apart from its share of the budget, and the
-    budget that it is a part of. ``group`` says how many batches are mixed in a budget, where that follows from it.
+    ``group`` says how many batches are mixed in a budget, where that follows from it.
     """
     try:
         solve(request, wider)
@@ -710,11 +762,12 @@ def _does_not_fit(
         error = _with_least(error, mixed, " A larger budget mixes more at a time.")
     if kept is None:
         return error
-    # The window is a share of the budget, so what is left for the rest grows with it.
-    name, fixed_bytes, given = kept
-    least = -(-(error.least + fixed_bytes) * WINDOW_SHARE // (WINDOW_SHARE - 1) // PAGE) * PAGE + PAGE
-    error = _with_least(error, least, f" The {name} is a part of it.")
-    return BudgetError(str(error).replace(exact(request.memory), exact(given)), least=least)
+    least = error.least + kept.fixed_bytes
+    if kept.grows:  # what is left for the rest grows with the budget
+        least = least * WINDOW_SHARE // (WINDOW_SHARE - 1)
+    least = -(-least // PAGE) * PAGE + PAGE
+    error = _with_least(error, least, f" The {kept.name} is a part of it.")
+    return BudgetError(str(error).replace(exact(request.memory), exact(kept.memory)), least=least)
 
 
 def _with_least(error: BudgetError, least: int, more: str) -> BudgetError:

@@ -7,10 +7,12 @@ open for longer than that takes.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
 import itertools
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, overload
@@ -313,6 +315,8 @@ class LineReader:
         """Lines of one file, in the order in which they lie there; neighbours are read together."""
         start, stop = places.start[own], places.stop[own]
         apart = start[1:] - np.maximum.accumulate(stop)[:-1] > GAP_BYTES
+        large = stop - start > BLOCK_BYTES  # to cut it out of what is around it would take as much again
+        apart |= large[1:] | large[:-1]
         edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(own)]
         starts, stops, befores, chosen = start.tolist(), stop.tolist(), places.before[own].tolist(), own.tolist()
         for begin, end in itertools.pairwise(edges):
@@ -324,8 +328,8 @@ class LineReader:
                     found[at] = self._unread(error, places, at)
                 continue
             for i in range(begin, end):
-                text = data if end - begin == 1 else data[starts[i] - low : stops[i] - low]
                 try:
+                    text = data if end - begin == 1 else data[starts[i] - low : stops[i] - low]
                     found[chosen[i]] = self._single(text, file.form, befores[i], alone=places.alone, path=file.path)
                 except Exception as error:  # noqa: BLE001 - it is told when the line's turn comes
                     found[chosen[i]] = self._unread(error, places, chosen[i])
@@ -345,6 +349,23 @@ class LineReader:
                 start += starts[before]
                 return Line(path, self._number(path, size, start, form), start)
         return Line(path, None, start)
+
+    def reading_bytes(self, path: str, size: int, start: int, stop: int) -> int:
+        """What whoever reads a long line holds: its bytes, and three times its text, cut out, stripped and joined.
+
+        A character takes as much as the widest of the line, so its text may take four times its bytes.
+        """
+        chars = width = 0
+        with contextlib.suppress(OSError, PenstockError):  # told when the line is read in earnest
+            fd = open_file(path, size)
+            try:
+                decoder = codecs.getincrementaldecoder(form_of(self.encoding, fd, size, path).codec)("replace")
+                for at in range(start, stop, BLOCK_BYTES):
+                    if text := decoder.decode(read_at(fd, at, min(stop, at + BLOCK_BYTES), path)):
+                        chars, width = chars + len(text), max(width, _width(text))
+            finally:
+                os.close(fd)
+        return stop - start + 3 * chars * width
 
     # ---- within
 
@@ -415,6 +436,11 @@ class LineReader:
             return count
         finally:
             os.close(fd)
+
+
+def _width(text: str) -> int:
+    """Bytes of each character."""
+    return 1 if text.isascii() else (sys.getsizeof(text + text) - sys.getsizeof(text)) // len(text)
 
 
 def _changed(path: str, offset: int, expected: int, found: int) -> PenstockError:

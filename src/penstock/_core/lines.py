@@ -8,13 +8,14 @@ order, and their lines travel with the places. Runs in the parent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import importlib.util
 import itertools
 import os
 import stat
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import IO, Any, Final, NamedTuple
+from typing import IO, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ from penstock._core.line_reader import (
     Unpacked,
 )
 from penstock._core.text import Encoding
+from penstock._core.zstd import ZstdFile, first_window_bytes
 
 __all__ = ["Lines", "Located", "lines"]
 
@@ -45,6 +47,14 @@ Walk = Generator[tuple[Integers, Places], None, None]
 AHEAD: Final = 8192
 # The index may take an eighth of the budget, and so may a line: it is there as bytes, as text, split and stripped.
 SHARE: Final = 8
+# A byte of another encoding may become so many of UTF-8.
+MOST_WIDENED: Final = 3
+# How often a line of a compressed file is there with whoever gets it: on its way, as bytes, as text, joined again.
+TRAVELLING: Final = 6
+# How far the end of a line is looked for that is too long: a second or two.
+MOST_COUNTED_BYTES: Final = 2**30
+# What zstd takes besides its window: two blocks, what it reads from the file, its tables.
+ZSTD_BYTES: Final = 2**20
 
 
 class Lines:
@@ -55,7 +65,7 @@ class Lines:
     ) -> None:
         self.files = Files(paths, np.array([_size(path) for path in paths], np.int64))
         self.reader = LineReader(encoding, strip, keep_blank)
-        self.packed = any(_unpacker(path) is not None for path in paths)
+        self.packed = any(_packing(path) is not None for path in paths)
         """Whether some of the files are compressed, so that all can be read in order only."""
         self.counted: int | None = None
         """How many lines there are, once that is known."""
@@ -119,6 +129,11 @@ class Lines:
         self.counted = self._indexed.lines
         return self._indexed
 
+    @functools.cached_property
+    def window_bytes(self) -> int:
+        """The largest window that unpacking one of the files takes, as far as their first frames say."""
+        return max((first_window_bytes(path) for path in self.files.paths if _packing(path) == "zstd"), default=0)
+
     def _new(self, stride: int | None) -> LineIndex:
         return LineIndex(self.files, self.reader.encoding, keep_blank=self.reader.keep_blank, stride=stride)
 
@@ -149,11 +164,22 @@ class Located:
         self._rank, self._world, self._drop = rank, world, drop
         self.walks = source.packed or not (shuffle or world > 1)
         """Whether lines are read as they come. Else all of them have to be found before the first batch."""
+        self.least_for: Callable[[int, int], int] | None = None
+        """The least budget for a line of so many bytes, of which whoever reads it holds so many; who plans says it."""
+        self._longest = (0, 0)  # bytes of the longest line that was found, and what reading it takes
+        self._window_bytes = 0  # the largest one of the frames that were unpacked
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all files."""
         return self._source.files.total_bytes
+
+    @property
+    def text_bytes(self) -> int | None:
+        """What all lines together take as UTF-8, at most; None where that is not known before they were unpacked."""
+        if self._source.packed:
+            return None
+        return self.total_bytes * (1 if self._source.reader.encoding.name in ("utf-8", "ascii") else MOST_WIDENED)
 
     @property
     def length(self) -> int | None:
@@ -215,13 +241,30 @@ class Located:
 
     @property
     def parent_bytes(self) -> int:
-        """Memory of this process: the index, and what looking for lines takes."""
-        return SCAN_BYTES + (0 if self._source.packed else self._index.expected_bytes())
+        """Memory of this process: the index or what unpacking takes, and what looking for lines does."""
+        if not self._source.packed:
+            return SCAN_BYTES + self._index.expected_bytes()
+        window_bytes = self._source.window_bytes
+        return SCAN_BYTES + (window_bytes + ZSTD_BYTES if window_bytes else 0)
 
     @property
     def held_bytes(self) -> int:
-        """What the index takes now."""
-        return 0 if self._source.packed else self._index.nbytes
+        """What the index takes now, or the window of what is unpacked."""
+        return self._window_bytes if self._source.packed else self._index.nbytes
+
+    @property
+    def reading_bytes(self) -> int:
+        """What whoever reads the longest line that was found so far holds of it, if it is longer than a block."""
+        if self._source.packed:
+            return 0
+        index = self._index
+        size, file, start = index.longest
+        if size <= BLOCK_BYTES:
+            return 0
+        if self._longest[0] != size:  # it is read for this
+            path, whole = index.files.paths[file], int(index.files.sizes[file])
+            self._longest = size, self._source.reader.reading_bytes(path, whole, start, start + size)
+        return self._longest[1]
 
     @property
     def item_bytes(self) -> int:
@@ -231,16 +274,32 @@ class Located:
         texts = [len(text) for _, text, _, _ in itertools.islice(self._texts(), 64)]
         return 16 + (sum(texts) // len(texts) if texts else 0)
 
+    @property
+    def kept(self) -> str:
+        """What ``parent_bytes`` is for, in a word."""
+        if self._source.packed:
+            return "memory to unpack with"
+        longest = f", and {format_bytes(self.reading_bytes)} for whoever reads the longest line,"
+        return f"line index{longest if self.reading_bytes else ''}"
+
+    @property
+    def grows(self) -> bool:
+        """Whether it takes more of a larger budget."""
+        return not self._source.packed
+
     def note(self) -> str:
         """What the plan says about it."""
         if self._source.packed:
-            return f"compressed text is unpacked in this process, in order: {format_bytes(self.parent_bytes)}"
+            window_bytes = self._source.window_bytes
+            zstd = f", of which zstd's window is {format_bytes(window_bytes)}" if window_bytes else ""
+            return f"compressed text is unpacked in this process, in order: {format_bytes(self.parent_bytes)}{zstd}"
         index = self._index
         known = f"{index.lines:,} lines" if index.complete else "the lines that were found so far"
         each = "each" if index.stride == 1 else f"every {index.stride} of them"
+        held, what = max((READ_BYTES, "a block of text"), (self.reading_bytes, "the longest line"))
         return (
             f"index of {known}, 4 bytes for {each}: {format_bytes(self.parent_bytes)} of this process with what "
-            f"looking for them takes; whoever reads holds a block of text: {format_bytes(READ_BYTES)}"
+            f"looking for them takes; whoever reads holds {what}: {format_bytes(held)}"
         )
 
     # ---- within
@@ -257,7 +316,17 @@ class Located:
     def _check(self, index: LineIndex) -> None:
         size, file, offset = index.longest
         if size > self._memory // SHARE:
-            raise _too_long(Line(index.files.paths[file], None, offset), size, self._memory)
+            raise self._too_long(Line(index.files.paths[file], None, offset), size, self.reading_bytes)
+
+    def _too_long(self, line: Line, size: int, reading_bytes: int) -> BudgetError:
+        least = SHARE * size
+        if self.least_for is not None:
+            least = max(least, self.least_for(size, reading_bytes))
+        return BudgetError(
+            f"{line!r} has {format_bytes(size)}, and a budget of {format_bytes(self._memory)} has room for lines of "
+            f"{format_bytes(self._memory // SHARE)}: give memory={least}, or cut the line",
+            least=least,
+        )
 
     def _walk_packed(self, base: int, size: int) -> Walk:
         rank, world = self._rank, self._world
@@ -299,12 +368,32 @@ class Located:
                     yield _Text(number, text, path, place)
                     number += 1
 
+    def _opened(self, path: str) -> IO[bytes] | ZstdFile:
+        packing = _packing(path)
+        if packing == "zstd":
+            return ZstdFile(path, functools.partial(self._admit, path))
+        if packing == "gzip":
+            return gzip.open(path, "rb")  # type: ignore[return-value]  # it has all that is asked of a file here
+        return open(path, "rb")
+
+    def _admit(self, path: str, window_bytes: int) -> None:
+        """Take the window of a frame into account; BudgetError for one that was not planned and is too large."""
+        room = max(self._source.window_bytes, self._memory // SHARE)
+        if window_bytes > room:
+            least = SHARE * window_bytes
+            raise BudgetError(
+                f"{shown(path)} goes on with a frame that zstd unpacks with a window of {format_bytes(window_bytes)}, "
+                f"and a budget of {format_bytes(self._memory)} has room for one of {format_bytes(room)}: give "
+                f"memory={least}, or compress the file anew without --long",
+                least=least,
+            )
+        self._window_bytes = max(self._window_bytes, window_bytes)
+
     def _unpacked(self, path: str) -> Iterator[bytes]:
-        unpack = _unpacker(path) or open
         parts: list[bytes] = []
         held = done = 0
         try:
-            with unpack(path, "rb") as file:
+            with self._opened(path) as file:
                 if self._source.reader.encoding.marked:
                     head = file.read(4)
                     parts, held = [head[self._source.reader.encoding.form(head).start :]], 1
@@ -320,7 +409,8 @@ class Located:
                             done += 1
                             yield text
                     if held > self._memory // SHARE:
-                        raise _too_long(Line(path, done + 1, None), held, self._memory)
+                        size = held + _rest_of_line(file)
+                        raise self._too_long(Line(path, done + 1, None), size, TRAVELLING * size)
                 for text in b"".join(parts).splitlines():
                     done += 1
                     yield text
@@ -340,13 +430,14 @@ def _is_blank(text: bytes, encoding: Encoding) -> bool:
     return stripped.decode(encoding.form(b"").codec, "replace").isspace()
 
 
-def _too_long(line: Line, size: int, memory: int) -> BudgetError:
-    least = SHARE * size
-    return BudgetError(
-        f"{line!r} has {format_bytes(size)} or more, and a budget of {format_bytes(memory)} has room for lines of "
-        f"{format_bytes(memory // SHARE)}: give memory={least}, or cut the line",
-        least=least,
-    )
+def _rest_of_line(file: IO[bytes] | ZstdFile) -> int:
+    """Bytes up to the end of a line, as far as it is worth to count them."""
+    size = 0
+    while size < MOST_COUNTED_BYTES and (chunk := file.read(BLOCK_BYTES)):
+        if ends := [end for end in (chunk.find(b"\n"), chunk.find(b"\r")) if end >= 0]:
+            return size + min(ends)
+        size += len(chunk)
+    return size
 
 
 def _size(path: str) -> int:
@@ -365,23 +456,16 @@ def _size(path: str) -> int:
     return found.st_size
 
 
-def _unpacker(path: str) -> Callable[[str, str], IO[bytes]] | None:
+def _packing(path: str) -> Literal["gzip", "zstd"] | None:
+    """How a file is compressed."""
     name = path.lower()
     if name.endswith(".gz"):
-        return gzip.open  # type: ignore[return-value]  # with "rb" it gives bytes
+        return "gzip"
     if name.endswith((".zst", ".zstd")):
         if importlib.util.find_spec("zstandard") is None:
             raise ImportError(f"{shown(path)} needs the package zstandard to be read: pip install 'penstock[zstd]'")
-        return _open_zstd
+        return "zstd"
     return None
-
-
-def _open_zstd(path: str, mode: str) -> IO[bytes]:
-    import zstandard
-
-    # A file may hold several frames, one after the other, as some tools write them.
-    file: IO[bytes] = zstandard.open(path, mode, dctx=zstandard.ZstdDecompressor())
-    return file
 
 
 def lines(
@@ -414,5 +498,18 @@ def lines(
         chosen.append(os.path.abspath(name))
     if not chosen:
         raise ValueError("penstock.lines() got no files: did a pattern match nothing?")
-    folder = None if index is None else os.path.abspath(os.fspath(index))
-    return Lines(chosen, Encoding(encoding), keep_blank=bool(keep_blank), strip=bool(strip), index=folder)
+    return Lines(chosen, Encoding(encoding), keep_blank=bool(keep_blank), strip=bool(strip), index=_folder(index))
+
+
+def _folder(index: Path | None) -> str | None:
+    if index is None:
+        return None
+    name = os.fspath(index) if isinstance(index, os.PathLike) else index
+    if not isinstance(name, str):
+        raise TypeError(
+            f"index= must be a folder in which the index is kept, as str or pathlib.Path, not {type(index).__name__}: "
+            f"{shown(index)}"
+        )
+    if os.path.exists(name) and not os.path.isdir(name):
+        raise NotADirectoryError(f"index= must be a folder, and {shown(name)} is none: give another, which is made")
+    return os.path.abspath(name)

@@ -116,7 +116,10 @@ class Schedule:
         if isinstance(self._items, Stream):
             return not self._items.peek(0, 1)
         if self.lines is not None and self.length is None:
-            return len(self.first(0, 0, start=0, size=1)[0]) == 0
+            try:
+                return len(self.first(0, 0, start=0, size=1)[0]) == 0
+            except BudgetError:
+                return False  # a line that is too long: who plans says what would do
         return len(self.order(0)) == 0  # also where this rank's share of a few items is none
 
     def nothing_after(self, epoch: int, base: int) -> bool:
