@@ -29,10 +29,13 @@ import pytest
 
 from penstock import Feed, LoadError, PenstockError, WorkerLost
 from penstock._core import machine
+from tests.live.crews import drain
 from tests.memory import outside
 
 METHODS: tuple[Any, ...] = ("fork", "forkserver", "spawn")
 CREWS = (*METHODS, "portable fork", "portable spawn")
+OTHERS = ("fork", "spawn", "portable spawn")
+SLOW = pytest.mark.slow
 MEMORY = "512 MiB"
 ITEMS = 48
 VICTIM = 21
@@ -420,6 +423,149 @@ def test_when_everything_kills_it_ends() -> None:
         values(feed)
 
 
+# ---------------------------------------- deaths of which another item is the cause
+
+
+BAD = 9
+
+
+def harming(every: int | None = None) -> Callable[[int], Any]:
+    """A load whose worker is killed by the next item after BAD, or after every so many."""
+    harmed: list[int] = []
+
+    def load(i: int) -> Any:
+        if harmed:
+            os._exit(3)
+        if i == BAD if every is None else i % every == every - 1:
+            harmed.append(i)
+        return i
+
+    return load
+
+
+@pytest.mark.parametrize("crew", ["forkserver", "portable fork", *(pytest.param(c, marks=SLOW) for c in OTHERS)])
+@pytest.mark.parametrize("size", [1, 4, 24])
+def test_an_item_that_harms_its_worker_costs_no_other_item(size: int, start: dict[str, Any]) -> None:
+    """The one on which workers died did nothing: it is right when it is done alone, and so are all before it."""
+    settings: dict[str, Any] = {"batch_size": size, "memory": MEMORY, "on_error": "skip", **start}
+    load = harming()
+
+    def texts(i: int) -> str:
+        load(i)
+        if i == 12:
+            raise ValueError("broken")
+        return "x" * (10 + 100 * i)  # most do not fit into their cells
+
+    for workers in (1, 2):
+        with Feed(range(24), load, num_workers=workers, **settings) as feed:
+            assert [i for batch in feed for i in batch.tolist()] == list(range(24))
+            assert feed.stats.skipped == []
+            assert feed.stats.restarts <= 4
+        with Feed(range(24), texts, num_workers=workers, **settings) as feed:
+            assert [len(text) for batch in feed for text in batch] == [10 + 100 * i for i in range(24) if i != 12]
+            assert [item for item, _ in feed.stats.skipped] == [12]
+
+
+@pytest.mark.parametrize("crew", ["forkserver", "portable fork"])
+@pytest.mark.parametrize("size", [1, 4, 24])
+def test_an_item_that_keeps_its_worker_from_answering_is_found(
+    size: int, start: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Any before the last may be the one: halves of them are tried, not each."""
+
+    def load(i: int) -> Any:
+        if i == BAD:
+            os.closerange(0, 200)
+        return i
+
+    settings: dict[str, Any] = {"batch_size": size, "memory": MEMORY, "num_workers": 2, **start}
+    with Feed(range(24), load, on_error="skip", **settings) as feed:
+        assert [i for batch in feed for i in batch.tolist()] == [i for i in range(24) if i != BAD]
+        assert [item for item, _ in feed.stats.skipped] == [BAD]
+        assert feed.stats.restarts <= 12
+    with Feed(range(24), load, **settings) as feed:
+        seen: list[int] = []
+        with pytest.raises(WorkerLost) as caught:
+            drain(feed, seen)
+        assert caught.value.item == BAD
+        assert seen == list(range(BAD // size * size))
+    capfd.readouterr()  # they say why they cannot answer
+
+
+def test_many_items_that_harm_their_workers_cost_no_other_item() -> None:
+    """Whoever gets what another died of may be harmed as well, but not the one that takes the place of the dead."""
+    for size in (4, 32):
+        with Feed(range(64), harming(4), batch_size=size, memory=MEMORY, num_workers=4, on_error="skip") as feed:
+            assert [i for batch in feed for i in batch.tolist()] == list(range(64))
+            assert feed.stats.skipped == []
+
+
+@pytest.mark.parametrize("crew", ["forkserver", "portable fork"])
+@pytest.mark.parametrize("end", ["exit", "late"])
+def test_texts_before_an_item_that_kills_are_whole(end: str, start: dict[str, Any]) -> None:
+    """Those that do not fit into their cells travel with the answer, and who died gave none."""
+
+    def load(i: int) -> Any:
+        if i == 30 and end == "exit":
+            os._exit(3)
+        if i == 30:
+            time.sleep(60)
+        return "x" * (8 if i < 16 else 3000 + i)
+
+    timeout: dict[str, Any] = {"timeout": 0.5} if end == "late" else {}
+    with Feed(range(64), load, batch_size=4, num_workers=2, memory=MEMORY, **start, **timeout) as feed:
+        for _ in range(2):  # in the second epoch several batches share a slot
+            seen: list[str] = []
+            with pytest.raises(LoadError) as caught:
+                drain(feed, seen)
+            assert caught.value.item == 30
+            assert [len(text) for text in seen] == [8] * 16 + [3000 + i for i in range(16, 28)]
+
+
+def test_what_was_kept_of_a_task_that_is_taken_apart_is_right(tmp_path: Path) -> None:
+    """Items that are done alone are not kept; nothing else of the cache changes, and the next epoch is the same."""
+    for cache in ("ram", tmp_path / "cache"):
+        with Feed(
+            range(24), harming(), batch_size=24, memory=MEMORY, num_workers=2, on_error="skip", cache=cache
+        ) as feed:
+            for _ in range(3):
+                assert [i for batch in feed for i in batch.tolist()] == list(range(24))
+            assert feed.stats.skipped == []
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 16])
+def test_a_feed_whose_first_items_kill_leaves_only_those_out(size: int) -> None:
+    """Whether they are in one task or each in its own: each is given its three tries at once."""
+
+    def load(item: int) -> Any:
+        if item < 5 or 20 <= item < 24:
+            os._exit(3)
+        return np.full(4, item)
+
+    for first in (0, 20):
+        with Feed(range(first, 40), load, batch_size=size, memory=MEMORY, num_workers=1, on_error="skip") as feed:
+            bad = {*range(5), *range(20, 24)}
+            assert values(feed) == [item for item in range(first, 40) if item not in bad]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_when_everything_kills_in_small_tasks_it_ends_soon(size: int) -> None:
+    """Some twenty items, in however many tasks they are."""
+
+    def load(item: int) -> Any:
+        if item >= 8:
+            os._exit(9)
+        return np.full(4, item)
+
+    settings: dict[str, Any] = {"memory": MEMORY, "batch_size": size, "num_workers": 1, "on_error": "skip"}
+    for begin in (0, 8):
+        with Feed(range(begin, 500), load, **settings) as feed:
+            with pytest.raises(LoadError, match="exit code 9"):
+                values(feed)
+            if feed._launched is not None:
+                assert feed.stats.restarts <= 80
+
+
 @pytest.mark.parametrize("crew", ["forkserver", "portable fork"])
 def test_a_death_is_noticed_in_whatever_thread_the_consumer_is(start: dict[str, Any], tmp_path: Path) -> None:
     """The feed is made in one thread, and each batch asked for in another: none is the main thread."""
@@ -578,6 +724,19 @@ def test_a_load_that_kills_when_it_is_unpickled_is_reported(manner: str, crew: s
     else:
         assert isinstance(caught.value, WorkerLost)
         assert MANNERS[manner][1] in str(caught.value)
+
+
+def test_a_template_that_is_killed_while_it_starts_is_told_as_that() -> None:
+    """It printed nothing, so nobody is to look for that."""
+    with (
+        Feed(range(8), unborn("SIGKILL"), batch_size=4, memory=MEMORY, num_workers=2) as feed,
+        pytest.raises(
+            WorkerLost, match=r"was ended by signal SIGKILL while it started, \d times: by somebody"
+        ) as caught,
+    ):
+        next(iter(feed))
+    assert "printed" not in str(caught.value)
+    assert caught.value.exitcode == -signal.SIGKILL
 
 
 def test_a_worker_that_dies_once_while_it_is_born_is_replaced(tmp_path: Path) -> None:

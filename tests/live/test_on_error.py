@@ -70,6 +70,27 @@ def test_an_exception_that_cannot_travel_is_told_all_the_same(crew: str) -> None
     assert 'raise Unpicklable(i, "here")' in told
 
 
+def test_an_exception_that_carries_its_data_is_told_in_short() -> None:
+    """A message of fifty megabytes has no room on its way, and is no fault of the texts of a batch."""
+
+    def load(i: int) -> Any:
+        if i == 9:
+            raise ValueError("x" * 50_000_000)
+        return np.full(4, i)
+
+    with feed_of("process", range(24), load) as feed, pytest.raises(LoadError, match="load failed for 9: ") as caught:
+        first_values(feed, [])
+    assert caught.value.item == 9
+    assert "ValueError: xxx" in str(caught.value)
+    assert "(50,000,000 characters)" in str(caught.value)
+    assert len("".join(traceback.format_exception(caught.value))) < 100_000
+    with feed_of("process", range(24), load, on_error="skip") as feed:
+        seen: list[int] = []
+        first_values(feed, seen)
+        assert seen == [i for i in range(24) if i != 9]
+        assert [item for item, _ in feed.stats.skipped] == [9]
+
+
 @each_crew
 @pytest.mark.parametrize("collate_fn", [None, "list"])
 def test_only_the_failed_item_of_a_one_time_stream_is_gone(crew: str, collate_fn: Any) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock._core.errors import LoadError, SpecError, WorkerLost
 from penstock._core.pickles import dumps
-from penstock._core.task import Failure, Reply, Status, Task
+from penstock._core.task import Apart, Failure, Reply, Status, Task
 from penstock._core.wire import decode_reply, decode_task, encode_reply, encode_task, ident_of
 
 u32 = st.integers(0, 2**32 - 1)
@@ -74,6 +74,20 @@ def test_indices_that_are_a_slice_of_others_are_sent_right() -> None:
     indices = np.arange(100)[10:40:3]
     task = Task(1, 0, 0, 0, 0, 0, indices, None)
     assert decode_task(encode_task(task)).indices.tolist() == indices.tolist()
+
+
+def test_a_task_that_is_taken_apart_travels_as_what_is_to_be_done_now() -> None:
+    """First some of its items and nothing else, without the cache; then all that are left."""
+    task = Task(1, 0, 0, 0, 0, 0, np.arange(6), list("abcdef"), barred=(1,), kept=np.full(6, -1))
+    task.apart = Apart([(3, 4)], done=(2,))
+    part = decode_task(encode_task(task))
+    assert [place for place in range(6) if place not in part.barred and place >= part.first] == [3, 4]
+    assert (part.items, part.kept) == ([None, None, None, "d", "e", None], None)
+    task.apart.groups.clear()
+    rest = decode_task(encode_task(task))
+    assert [place for place in range(6) if place not in rest.barred and place >= rest.first] == [0, 3, 4, 5]
+    assert rest.items == list("abcdef")
+    assert rest.kept is not None
 
 
 @given(u64, st.integers(0, 2**16 - 1), st.sampled_from(Status), u64, st.floats(allow_nan=False))
@@ -175,6 +189,16 @@ class Mute(Exception):
 
     def __str__(self) -> str:
         raise RuntimeError("nor this")
+
+
+def test_an_exception_that_carries_its_data_is_described() -> None:
+    """There is no room for it on its way, nor in the budget of who would hold it."""
+    small, large = ValueError("x" * 1000), ValueError("x" * 10_000_000)
+    assert type(sent(Failure(3, small, "")).error) is ValueError
+    failure = sent(Failure(3, large, ""))
+    assert type(failure.error) is LoadError
+    assert str(failure.error).startswith("ValueError: xxx")
+    assert len(encode_reply(Reply(1, 0, Status.FAILED, body=Failure(3, large, "")))) < 10_000
 
 
 def test_an_exception_that_cannot_even_be_shown_is_named() -> None:

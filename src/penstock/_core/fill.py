@@ -75,6 +75,7 @@ PROBE_S: Final = 0.02
 COLLATED_PROBE_S: Final = 0.2  # samples that are collated differ in size: of a few more is more to be learned
 UNSEEN_BYTES: Final = 4 * 2**20  # a load that takes less is no danger to any budget
 KEPT_BYTES: Final = 64 * 1024  # samples up to this are kept from a probe: half a megabyte in all
+_MOST_TRACE: Final = 2**15
 COLLATE_INDEX: Final = 1 << 62  # keeps the randomness of a collate_fn apart from that of its items
 
 
@@ -580,7 +581,8 @@ class Filler:
                 raise
             except Exception:  # noqa: BLE001 - it comes again below, where it is known which row it belongs to
                 together = False
-        left = [o for o in range(task.first, count) if o not in self._passed and o not in task.barred]
+        barred = frozenset(task.barred)
+        left = [o for o in range(task.first, count) if o not in self._passed and o not in barred]
         rows = np.arange(task.start, task.start + count) if task.places is None else task.places
         if left and together:
             self.beat(Failure.TOGETHER)
@@ -793,8 +795,9 @@ class Filler:
 
     def _each(self, task: Task) -> Iterator[tuple[int, Any]]:
         """The items with their places, each noted in the worker's record before it is tried."""
+        barred = frozenset(task.barred)
         for ordinal, item in enumerate(self._items(task)) if not self._passed else self._left(task):
-            if ordinal >= task.first and ordinal not in task.barred:
+            if ordinal >= task.first and ordinal not in barred:
                 self.beat(ordinal)
                 yield ordinal, item
 
@@ -826,8 +829,9 @@ class Filler:
 
     def _one_by_one(self, task: Task, reader: Reader, ordinals: Sequence[int]) -> Iterator[Any]:
         """The rows, those that cannot be read as Unread: whoever uses one gets its error."""
+        barred = frozenset(task.barred)
         for ordinal in ordinals:
-            if ordinal in task.barred or ordinal < task.first:
+            if ordinal in barred or ordinal < task.first:
                 yield None  # nobody looks at it
                 continue
             self.beat(ordinal)
@@ -1057,7 +1061,12 @@ def failure_of(error: BaseException, ordinal: int, item: Any) -> Failure:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("penstock._core"):
         frames = frames.tb_next
-    trace = "".join(traceback.format_exception(type(error), error, frames))
+    try:
+        trace = "".join(traceback.format_exception(type(error), error, frames))
+    except MemoryError:
+        trace = "".join(traceback.format_tb(frames))
+    if len(trace) > _MOST_TRACE:  # the error's own words are in it, and some carry the data they are about
+        trace = f"{trace[: _MOST_TRACE // 2]}\n... ({len(trace):,} characters)\n{trace[-_MOST_TRACE // 2 :]}"
     if isinstance(error, SpecError) and error.item is None:
         error.item = item
     return Failure(ordinal, error, trace)

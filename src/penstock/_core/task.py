@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, overload
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LOAD", "Busy", "Failure", "Grant", "Mode", "Reply", "Shelved", "Status", "Task", "keep_at"]
+__all__ = ["LOAD", "Apart", "Busy", "Failure", "Grant", "Mode", "Reply", "Shelved", "Status", "Task", "keep_at"]
 
 Shelved = npt.NDArray[np.int64]
 """For each item of a task where a cache has it: 0 or more, or ``LOAD``, or ``keep_at(place)``."""
@@ -96,12 +96,43 @@ class Task:
     """What its texts may take beside the slot; 0: as much as any task's."""
     handed: dict[int, int] = dataclasses.field(default_factory=dict)
     """Of ``skip``, how many belong to which item, as far as this task handed them over. Does not travel."""
+    apart: Apart | None = None
+    """How it is taken apart, if it is. Does not travel: what is not to be done now is barred then."""
+    part: Reply | None = None
+    """What became of the items that are done, where that is not all of it. Does not travel."""
+    since_s: float = 0.0
+    """When it was last taken back from a worker: the record of one that is older is about what came before. Does not
+    travel."""
 
     def note_handed(self, reply: Reply) -> None:
         """A full slot was handed over: should the task be done again, its samples are not to be."""
         self.skip += reply.rows
         for ordinal, count in reply.body[0]:
             self.handed[ordinal] = self.handed.get(ordinal, 0) + count
+
+    @property
+    def alone(self) -> tuple[int, ...]:
+        """Places of the items that are to be done now, and no others; none: all that are left are."""
+        return self.apart.groups[0] if self.apart is not None and self.apart.groups else ()
+
+    def left(self, end: int | None = None) -> list[int]:
+        """Places of the items that somebody has still to load, up to one of them."""
+        over = {*self.barred, *(() if self.apart is None else self.apart.done)}
+        held = () if self.kept is None else set(np.flatnonzero(self.kept >= 0).tolist())
+        places = range(self.first, len(self.indices) if end is None else end)
+        return [place for place in places if place not in over and place not in held]
+
+
+@dataclasses.dataclass(slots=True)
+class Apart:
+    """How far a task is that is done in parts, because workers died of it (ROWS)."""
+
+    groups: list[tuple[int, ...]]
+    """Places of items that are done by themselves, one group after the other; after them what is left, in order."""
+    done: tuple[int, ...] = ()
+    """Places of the items that were done so."""
+    failure: Failure | None = None
+    """What the task fails with when the items before that one are done, and their texts known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

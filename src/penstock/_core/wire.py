@@ -34,6 +34,7 @@ __all__ = [
 _TASK: Final = struct.Struct("<QIIQQIqIBIBIIqQ")
 _REPLY: Final = struct.Struct("<QHBQd")
 _NOTICE: Final = struct.Struct("<B5q")
+_MOST_ERROR_BYTES: Final = 2**18  # some errors carry the data they are about, which the budget has no room for
 
 
 def dump_items(items: Any) -> bytes:
@@ -59,8 +60,16 @@ def _first_refusing(items: Any) -> Any:
 def encode_task(task: Task) -> bytes:
     """A task as bytes; each item by itself where they could not be unpacked together."""
     count = len(task.indices)
+    alone, barred = task.alone, task.barred
+    if alone:
+        chosen = set(alone)
+        barred = (*barred, *(place for place in range(count) if place not in chosen))
+    elif task.apart is not None:
+        barred = (*barred, *task.apart.done)
+    kept = None if alone else task.kept
     # Places of lines are one thing: there is nothing in them that could be unpacked by itself.
-    apart = Failure.TOGETHER in task.barred and task.items is not None and not hasattr(task.items, "blocks")
+    together = not alone and Failure.TOGETHER not in barred
+    apart = not together and task.items is not None and not hasattr(task.items, "blocks")
     head = _TASK.pack(
         task.id,
         task.slot,
@@ -71,20 +80,20 @@ def encode_task(task: Task) -> bytes:
         task.epoch,
         task.skip,
         (2 if apart else 1) if task.items is not None else 0,
-        len(task.barred),
+        len(barred),
         task.places is not None,
-        task.first,
-        0 if task.kept is None else len(task.kept),
+        alone[0] if alone else task.first,
+        0 if kept is None else len(kept),
         -1 if task.ahead is None else len(task.ahead),
         task.text_bytes,
     )
     places = task.places.tobytes() if task.places is not None else b""
     items = [dump_items([item]) for item in task.items or ()] if apart else task.items
     body = dump_items(items) if items is not None else b""
-    barred = np.array(task.barred, np.int64).tobytes() if task.barred else b""
-    kept = task.kept.tobytes() if task.kept is not None else b""
+    bars = np.array(barred, np.int64).tobytes() if barred else b""
+    shelved = kept.tobytes() if kept is not None else b""
     ahead = task.ahead.tobytes() if task.ahead is not None else b""
-    return b"".join((head, task.indices.tobytes(), places, barred, kept, ahead, body))
+    return b"".join((head, task.indices.tobytes(), places, bars, shelved, ahead, body))
 
 
 def ident_of(data: bytes) -> int:
@@ -125,7 +134,8 @@ def decode_task(data: bytes, note: Callable[[int], None] | None = None) -> Task:
     ahead = np.frombuffer(data, np.int64, told, at) if told >= 0 else None
     items = pickle.loads(memoryview(data)[at + 8 * max(0, told) :]) if has_items else None
     if has_items == 2 and items is not None:
-        items = [None if o in barred else _unpacked(packed, o, note) for o, packed in enumerate(items)]
+        closed = frozenset(barred)
+        items = [None if o in closed else _unpacked(packed, o, note) for o, packed in enumerate(items)]
     rest = (skip, barred, places, kept, first, ahead, text_bytes)
     return Task(ident, slot, offset, capacity, start, epoch, indices, items, *rest)
 
@@ -190,9 +200,11 @@ def decode_notice(data: bytes) -> tuple[Notice, tuple[int, ...], Any]:
 
 def _portable(failure: Failure) -> Failure:
     try:
-        again = pickle.loads(dumps(failure.error))
-        if type(again).__qualname__ == type(failure.error).__qualname__:
-            return failure
-    except Exception:  # noqa: BLE001 - the user's exception class decides what can go wrong here
+        data = dumps(failure.error)
+        if len(data) <= _MOST_ERROR_BYTES:
+            again = pickle.loads(data)
+            if type(again).__qualname__ == type(failure.error).__qualname__:
+                return failure
+    except Exception:  # noqa: BLE001 - the user's exception class decides what can go wrong here, memory may be short
         pass
     return dataclasses.replace(failure, error=LoadError(said(failure.error)))

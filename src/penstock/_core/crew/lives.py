@@ -13,11 +13,12 @@ from typing import Any, Final
 from penstock._core import machine
 from penstock._core.budget import format_bytes
 from penstock._core.errors import LoadTimeout, PenstockError, WorkerLost, printable, said, shown
+from penstock._core.fill import texts_too_large
 from penstock._core.pickles import by_value
 from penstock._core.program import Program
-from penstock._core.task import Failure, Reply, Status, Task
+from penstock._core.task import Apart, Failure, Mode, Reply, Status, Task
 
-__all__ = ["PROBE", "Deaths", "cannot_start", "manner", "pickled", "unpack_apart"]
+__all__ = ["PROBE", "Deaths", "cannot_start", "joined", "manner", "pickled", "unpack_apart"]
 
 PROBE: Final = 0  # the id of the probe's task; those of the engine begin at 1
 # An item is given two more chances: what killed its worker may have been the machine, not the item, even twice.
@@ -33,6 +34,7 @@ class Deaths:
 
     def __init__(self, program: Program) -> None:
         self._skips = program.skips
+        self._in_rows = program.mode is Mode.ROWS  # each item has its place, so any may be done without the others
         self._tries = program.tries
         self._timeout_s = program.timeout_s or 0.0
         self._counts: Counter[tuple[int, int]] = Counter()
@@ -41,33 +43,59 @@ class Deaths:
         self._oom_kills = machine.oom_kills()
         self.fruitless = 0
         """Deaths in a row without anything being finished."""
+        self._barren = 0
+        """Items of tasks in a row of which every item was barred."""
 
     def forget_probe(self) -> None:
         """Another probe, with items of its own, has the same id."""
         for counts in (self._counts, self._late, self._barred):
             counts.clear()
 
-    def fruit(self, task: int) -> None:
+    def fruit(self, task: Task) -> None:
         """A worker has finished a task, or handed over a part of it."""
         self.fruitless = 0
+        empty = len(task.barred) >= len(task.indices) and not task.left() and task.part is None
+        self._barren = self._barren + len(task.indices) if empty else 0
         for counts in (self._counts, self._late):
             if counts:
-                for key in [key for key in counts if key[0] == task]:
+                for key in [key for key in counts if key[0] == task.id]:
                     del counts[key]
 
     def of(self, task: Task, ordinal: int, code: int, words: str = "") -> Failure | None:
         """A worker died at this item of a task: the failure it is, or None if the task is to be done again.
 
         ``words`` is what it said when it left, if it did.
-        Where items may be skipped, one that killed too often is barred from the task.
+        Where items may be skipped, one that killed too often is barred from the task. But it may be another one that
+        did something to the worker of which it died here. So one that killed again is done alone, and fails if that
+        kills too. If not, those before it are suspect: they are done without the others, and where that kills, in
+        halves.
         """
         if ordinal == Failure.TOGETHER:  # row by row, it will show which one it is
             task.barred = (*task.barred, ordinal)
             return None
-        self._counts[task.id, ordinal] += 1
-        if self._counts[task.id, ordinal] < DEATHS_AN_ITEM:
+        apart, alone = task.apart, task.alone
+        if apart is not None and len(alone) > 1:
+            half = len(alone) // 2
+            apart.groups[:1] = [alone[:half], alone[half:]]
+            self.fruitless = 0  # fewer to suspect
             return None
-        return self._end(task, ordinal, lost(task, ordinal, code, words, self._memory(code)), "")
+        if alone:
+            ordinal = alone[0]  # wherever it was, it had nothing else to do
+        elif self._in_rows and task.id != PROBE and ordinal not in (left := task.left()):
+            if task.kept is not None:  # it may have died of what the cache has
+                task.kept = None
+                return None
+            ordinal = left[0] if left else ordinal  # what it would have begun with
+        self._counts[task.id, ordinal] += 1
+        count = self._counts[task.id, ordinal]
+        if self._in_rows and task.id != PROBE and not alone and count == DEATHS_AN_ITEM - 1:
+            before = task.left(ordinal)
+            task.apart = apart = apart or Apart([])
+            apart.groups = [(ordinal,), tuple(before)] if before else [(ordinal,)]
+            return None
+        if count < DEATHS_AN_ITEM:
+            return None
+        return self._end(task, ordinal, lost(task, ordinal, code, words, self._memory(code)), "", self._barren)
 
     def late(self, task: Task, ordinal: int, stack: str) -> Failure | None:
         """A worker was ended because this item took too long: the failure it is, or None if the task is done again."""
@@ -80,20 +108,71 @@ class Deaths:
             return None
         return self._end(task, ordinal, too_late(task, ordinal, self._timeout_s), stack)
 
-    def _end(self, task: Task, ordinal: int, error: Exception, trace: str) -> Failure | None:
+    def _end(self, task: Task, ordinal: int, error: Exception, trace: str, barren: int = 0) -> Failure | None:
+        """An item has failed; ``barren`` are those before its task that nothing came of."""
         failure = Failure(ordinal if ordinal != Failure.COLLATING else Failure.BATCH, error, trace)
-        barred = (*task.barred, ordinal)
-        row = [place for place in barred if place != Failure.TOGETHER][-BARRED_IN_A_ROW:]
-        many = len(row) == BARRED_IN_A_ROW and row[-1] - row[0] < BARRED_IN_A_ROW
+        first = last = ordinal
+        while first - 1 in task.barred:
+            first -= 1
+        while last + 1 in task.barred:
+            last += 1
+        many = last - first + 1 + (barren if first == 0 else 0) >= BARRED_IN_A_ROW or ordinal in task.barred
         if not self._skips or many or failure.ordinal == Failure.BATCH:
-            return failure
-        task.barred = barred
+            return self._when_earlier_are_done(task, failure)
+        task.barred = (*task.barred, ordinal)
         self._barred[task.id, ordinal] = failure
         # Samples of it that were handed over before are not to be skipped again: it will not give them.
         first = task.skip - sum(task.handed.values()) if ordinal == 0 else 0
         task.skip -= first + task.handed.pop(ordinal, 0)
         self.fruitless = 0  # one item fewer to try
+        if task.apart is not None:
+            if task.apart.failure is not None:
+                return self._when_earlier_are_done(task, task.apart.failure)
+            task.apart.groups.clear()
         return None
+
+    def _when_earlier_are_done(self, task: Task, failure: Failure) -> Failure | None:
+        """A failure with which a task ends, if the items before that one are done; else they are to be, and no others.
+
+        Batches before the one that has it are handed out: nobody knows the texts of those that a worker did who died.
+        """
+        before = task.left(failure.ordinal) if self._in_rows and task.id != PROBE and failure.ordinal > 0 else []
+        if not before:
+            return failure
+        task.apart = task.apart or Apart([])
+        task.apart.groups, task.apart.failure = [tuple(before)], failure
+        self.fruitless = 0
+        return None
+
+    def whole(self, task: Task, reply: Reply) -> Reply | None:
+        """What became of a task, with all that was done of it before; None if there is more of it to do."""
+        apart, alone = task.apart, task.alone
+        over = joined(task.part, reply)
+        failure = reply.body if isinstance(reply.body, Failure) else None
+        if reply.status is Status.AGAIN:
+            task.part = over
+            if apart is None or not alone:
+                task.first = reply.rows
+                return None
+            apart.done += tuple(place for place in alone if place < reply.rows)
+            apart.groups[0] = tuple(place for place in alone if place >= reply.rows)
+            return None
+        if apart is None or not alone or (failure is not None and failure.ordinal < 0):
+            return over
+        if failure is not None:
+            apart.done += tuple(place for place in alone if place < failure.ordinal)
+            task.part = dataclasses.replace(over, body=list(over.body.texts) or None)
+            failure = self._when_earlier_are_done(task, dataclasses.replace(failure, texts=()))
+        else:
+            apart.done += apart.groups.pop(0)
+            task.part = over
+            failure = apart.failure if not apart.groups else None
+        size = sum(len(text) for _, _, text in task.part.body or ())
+        if 0 < task.text_bytes < size:  # each part was within the limit
+            failure = texts_too_large(size)
+        if failure is None:
+            return None
+        return joined(task.part, Reply(task.id, reply.worker, Status.FAILED, body=failure))
 
     def failures(self, task: Task) -> tuple[Failure, ...]:
         """The items that were barred from a task, which is over now."""
@@ -156,6 +235,19 @@ def lost(task: Task, ordinal: int, code: int, words: str, memory: str) -> Worker
         item=item,
         exitcode=code,
     )
+
+
+def joined(earlier: Reply | None, later: Reply) -> Reply:
+    """What became of a task that was done in two parts, where rows are given out beforehand."""
+    if earlier is None:
+        return later
+    texts = earlier.body or []
+    body = later.body
+    if isinstance(body, Failure):
+        body = dataclasses.replace(body, texts=(*texts, *body.texts))
+    elif texts:
+        body = [*texts, *(body or ())]
+    return dataclasses.replace(later, body=body, failures=(*earlier.failures, *later.failures))
 
 
 def unpack_apart(task: Task, reply: Reply) -> bool:

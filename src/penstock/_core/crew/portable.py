@@ -80,6 +80,8 @@ class _Worker:
     """Whether it was told to give up the first of them, and has not answered yet."""
     late: tuple[int, int] | None = None
     """For what it was ended: task and item as in its record."""
+    afresh: Task | None = None
+    """What the one before it died of: it is given that first."""
 
 
 class PortableCrew:
@@ -298,6 +300,11 @@ class PortableCrew:
         """Give tasks to those who have fewest, in the order in which they came."""
         self._make_way()
         ready = [worker for worker in self._workers.values() if worker.up and not worker.yielding]
+        for worker in ready:
+            if worker.afresh is not None:
+                task, worker.afresh = worker.afresh, None
+                worker.given.append(task)
+                self._send(worker, _TASK + encode_task(task))
         while ready and self._tasks:
             worker = min(ready, key=lambda worker: len(worker.given))
             if len(worker.given) == TASKS_A_WORKER:
@@ -376,9 +383,9 @@ class PortableCrew:
         if reply.status is Status.RETIRING:
             self.retired_bytes = max(self.retired_bytes, reply.rows)
             return
-        self._deaths.fruit(reply.task)
         task = worker.given[0]
         assert task.id == reply.task
+        self._deaths.fruit(task)
         if reply.status is Status.MORE:
             worker.waiting = True
             if reply.body is not None:
@@ -388,9 +395,11 @@ class PortableCrew:
             if worker.yielding:  # this is only to say that it has
                 worker.yielding = False
                 return
-            if lives.unpack_apart(task, reply):
+            over = None if lives.unpack_apart(task, reply) else self._deaths.whole(task, reply)
+            if over is None:
                 self._tasks.appendleft(task)
                 return
+            reply = over
             reply.failures += self._deaths.failures(task)
         self._replies.put(reply)
 
@@ -452,24 +461,28 @@ class PortableCrew:
             self._parked[task.id] = task
         elif worker.yielding:
             given.pop(0)
+        afresh = worker.afresh
         for task in reversed(given):
             failure = None
             if task.id != held - 1:
-                pass
-            elif worker.late is None:
+                self._tasks.appendleft(task)
+                continue
+            if worker.late is None:
                 failure = self._deaths.of(task, ordinal, code)
             elif worker.late == (held, ordinal):  # else it was done with that at the last moment, and is not to blame
                 failure = self._deaths.late(task, ordinal, "")
             if failure is None:
-                self._tasks.appendleft(task)
+                afresh = task
             else:
-                barred = self._deaths.failures(task)
-                self._replies.put(Reply(task.id, worker.number, Status.FAILED, body=failure, failures=barred))
+                reply = lives.joined(task.part, Reply(task.id, worker.number, Status.FAILED, body=failure))
+                reply.failures += self._deaths.failures(task)
+                self._replies.put(reply)
         del self._workers[worker.number]
         if code != RETIRED and worker.late is None and (hopeless := self._deaths.give_up(code, len(self._workers) + 1)):
             raise hopeless
         self.restarts += 1
         self._make(worker.number)
+        self._workers[worker.number].afresh = afresh
 
     def _stop_workers(self) -> None:
         for worker in self._workers.values():

@@ -11,7 +11,6 @@ Then every idle worker is asked to answer; when all have, a task that nobody hol
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import pickle
 import select
@@ -27,9 +26,19 @@ import cloudpickle
 
 from penstock._core import machine, template
 from penstock._core.arena import CONTROL_BYTES, Arena
+from penstock._core.budget import format_bytes
 from penstock._core.channel import SMALL, Channel, pair
 from penstock._core.crew import probe_of
-from penstock._core.crew.lives import FRUITLESS_DEATHS, PROBE, Deaths, cannot_start, manner, pickled, unpack_apart
+from penstock._core.crew.lives import (
+    FRUITLESS_DEATHS,
+    PROBE,
+    Deaths,
+    cannot_start,
+    joined,
+    manner,
+    pickled,
+    unpack_apart,
+)
 from penstock._core.crew.refusals import refused
 from penstock._core.errors import PenstockError, WorkerLost
 from penstock._core.limit import RETIRED
@@ -79,8 +88,7 @@ class ProcessCrew:
         self._yielding: dict[int, int] = {}  # worker -> task that it was told to give up, and has not answered yet
         self._given_up: set[int] = set()  # tasks that have no place any more, and whose worker has not answered yet
         self._retiring: set[int] = set()
-        self._afresh: dict[int, Task] = {}  # worker that had no room for it and ends -> task for its successor
-        self._parts: dict[int, Reply] = {}  # task -> what became of the items that an earlier worker did of it
+        self._afresh: dict[int, Task] = {}  # worker that had no room for it, or died of it -> task for its successor
         self._suspects: set[int] = set()
         self._pings: set[int] = set()
         self._round = 0
@@ -252,7 +260,6 @@ class ProcessCrew:
         self._pids.clear()
         self._outstanding.clear()
         self._afresh.clear()
-        self._parts.clear()
         self._backlog.clear()
         self._control = None  # a mapping keeps the whole arena
         self._stacks.close()
@@ -433,30 +440,31 @@ class ProcessCrew:
         if self._yielding.get(reply.worker) == reply.task:  # this is only to say that it has
             del self._yielding[reply.worker]
             return
-        self._deaths.fruit(reply.task)
+        self._deaths.fruit(task)
         self._suspects.discard(reply.task)
-        if reply.status is Status.AGAIN:
-            task.first = reply.rows
-            self._parts[task.id] = _joined(self._parts.pop(task.id, None), reply)
-            self._afresh[reply.worker] = task
-            return
-        if unpack_apart(task, reply):
-            if task.id == PROBE:
-                self._send_probe()
-            else:
-                self._hand_out(task)
-                self._flush()
-            return
         if reply.status is Status.MORE:
             self._waiting[reply.worker] = reply.task
             if reply.body is not None:
                 task.note_handed(reply)
+            self._events.append(reply)
+            return
+        over = None if unpack_apart(task, reply) else self._deaths.whole(task, reply)
+        if over is not None:
+            self._finished(task, over)
+            return
+        task.since_s = time.monotonic()
+        if reply.status is Status.AGAIN:
+            self._afresh[reply.worker] = task
+        elif task.id == PROBE:
+            self._send_probe()
         else:
-            del self._outstanding[reply.task]
-            self._given_up.discard(reply.task)
-            if reply.task in self._parts:
-                reply = _joined(self._parts.pop(reply.task), reply)
-            reply.failures += self._deaths.failures(task)
+            self._hand_out(task)
+            self._flush()
+
+    def _finished(self, task: Task, reply: Reply) -> None:
+        del self._outstanding[task.id]
+        self._given_up.discard(task.id)
+        reply.failures += self._deaths.failures(task)
         self._events.append(reply)
 
     def _read_notices(self) -> None:
@@ -505,7 +513,7 @@ class ProcessCrew:
             self._make(number)
             self._resolve_suspects()
             return
-        held, ordinal, _ = self._record(number)
+        held, ordinal = self._holds(number)
         if waiting is not None:
             self._parked.add(waiting)
         elif held == 0:
@@ -519,21 +527,20 @@ class ProcessCrew:
                 failure = self._deaths.of(task, ordinal, code, self._stacks.words(number))
             elif late == (held, ordinal):  # else it was done with that at the last moment, and is not to blame
                 failure = self._deaths.late(task, ordinal, self._stacks.read(number))
-            self._again(task, failure)
+            self._again(task, failure, number)
         self.restarts += 1
         self._make(number)
         self._resolve_suspects()
         if late is None and (hopeless := self._deaths.give_up(code, len(self._owns))):
             raise hopeless
 
-    def _again(self, task: Task, failure: Failure | None) -> None:
-        ident = task.id
-        self._suspects.discard(ident)  # it is found: given out twice, it would be written when its slot is another's
+    def _again(self, task: Task, failure: Failure | None, dead: int) -> None:
+        self._suspects.discard(task.id)  # it is found: given out twice, it would be written when its slot is another's
         if failure is not None:
-            del self._outstanding[ident]
-            self._events.append(Reply(ident, 0, Status.FAILED, body=failure, failures=self._deaths.failures(task)))
-        elif ident != PROBE:  # worker 0 is told again when it is made
-            self._hand_out(task)
+            self._finished(task, joined(task.part, Reply(task.id, 0, Status.FAILED, body=failure)))
+        elif task.id != PROBE:  # worker 0 is told again when it is made
+            # Its successor has it at once: others may have been harmed by other items, and it would wait behind theirs.
+            self._afresh[dead] = task
 
     def _hand_out(self, task: Task) -> None:
         """A task that nobody has any more is to be done by another; one that was given up is done with."""
@@ -594,10 +601,16 @@ class ProcessCrew:
     def _held(self) -> set[int]:
         held = {*self._waiting.values(), *self._parked, *(task.id for task in self._afresh.values())}
         for number in self._owns:
-            task, _, _ = self._record(number)
+            task, _ = self._holds(number)
             if task:
                 held.add(task - 1)
         return held
+
+    def _holds(self, number: int) -> tuple[int, int]:
+        """The task in a worker's record, plus 1, and the place in it; 0 if it has answered and did not note it yet."""
+        held, ordinal, begun_s = self._record(number)
+        task = self._outstanding.get(held - 1)
+        return (0, 0) if task is not None and begun_s < task.since_s else (held, ordinal)
 
     def _resolve_suspects(self) -> None:
         if self._suspects and not self._pings:
@@ -617,6 +630,12 @@ class ProcessCrew:
         # One that ends by itself before it made anybody would do so again; one that was killed may not be to blame.
         if (not self._has_made and code >= 0) or self._deaths.fruitless > FRUITLESS_DEATHS:
             told = f"the process that makes workers died with {manner(code)} before it could: see what it printed above"
+            if code < 0:
+                told = (
+                    f"the process that makes workers was ended by {manner(code)} while it started, "
+                    f"{self._deaths.fruitless} times: by somebody, or by the system when memory is short "
+                    f"({format_bytes(machine.available_bytes())} are available now)"
+                )
             if self._has_made:
                 told = (
                     f"the process that makes workers died {self._deaths.fruitless} times before anything was finished, "
@@ -645,19 +664,6 @@ class ProcessCrew:
             self._make(number)
         self._spares.clear()
         self._prepare()
-
-
-def _joined(earlier: Reply | None, later: Reply) -> Reply:
-    """What became of a task that two workers did one after the other, where rows are given out beforehand."""
-    if earlier is None:
-        return later
-    texts = earlier.body or []
-    body = later.body
-    if isinstance(body, Failure):
-        body = dataclasses.replace(body, texts=(*texts, *body.texts))
-    elif texts:
-        body = [*texts, *(body or ())]
-    return dataclasses.replace(later, body=body, failures=(*earlier.failures, *later.failures))
 
 
 def _wait_until_gone(pids: list[int]) -> None:
