@@ -853,7 +853,7 @@ WORKLOADS: Final = {
                 *_ANY, "penstock-into", "penstock-into-auto", "penstock-into-0", "penstock-into-thread",
                 "tinyloader-shm", "penstock-tinyloader",
             ),
-            limits=("read", "read-1", "memcpy"),
+            limits=("read", "hand-over", "read-1", "memcpy"),
             unit="bytes",
             make=_make_big,
             job=_big_job,
