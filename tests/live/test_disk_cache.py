@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import Cache, CacheError, CacheWarning, Feed
+from penstock import BudgetError, Cache, CacheError, CacheWarning, Feed
+from penstock._core import cache_disk
+from penstock._core.cache_key import code_of
 from tests.live.crews import each_crew, feed_of
 from tests.live.loads import Log
 from tests.live.test_ram_cache import CASES, assert_same, epochs, long_text, tree
@@ -121,6 +124,51 @@ def test_texts_too_long_for_their_cells_are_loaded_every_time(folder: Path, log:
     assert {int(item) for item in log.take()} == {i for i in range(N) if i * 10 > 64}
 
 
+def growing(i: int) -> str:
+    return str(i % 10) * (10 if i < 30 else 400)
+
+
+def test_texts_have_the_room_that_the_folder_gives_them(folder: Path) -> None:
+    """Whichever text is seen first: with another seed, on a rank, after a resume. What fits no cell is loaded."""
+    fill(folder, load=growing)
+    assert np.load(folder / "sample.npy").shape == (N, 64)
+    options = {"shuffle": True, "seed": 2, "drop_last": True}
+    with feed_of("inline", range(N), growing, **options) as feed:
+        plain = iter(feed)
+        expected = [list(next(plain)) for _ in range(N // 4)]
+    for skipped in range(len(expected)):
+        with feed_of("inline", range(N), growing, cache=folder, **options) as feed:
+            feed.load_state_dict({**feed.state_dict(), "position": 4 * skipped})
+            assert list(next(iter(feed))) == expected[skipped]
+    for rank in range(5):
+        with feed_of("inline", range(N), growing, cache=folder, shard=(rank, 5)) as feed:
+            assert [text for batch in feed for text in batch] == [growing(i) for i in range(rank, N, 5)]
+            assert feed.stats.cached == 6
+
+
+@each_crew
+def test_ranks_that_make_a_folder_at_once_agree_on_the_room_for_texts(
+    crew: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other has made it between the look at what is there and the opening."""
+    looked = []
+
+    def as_kept(*arguments: Any, **options: Any) -> Any:
+        found = cache_disk.as_kept(*arguments, **options)
+        looked.append(found)
+        if len(looked) == 1:
+            fill(folder, load=growing)
+        return found
+
+    monkeypatch.setattr("penstock._core.store.as_kept", as_kept)
+    with feed_of(crew, range(N), growing, cache=folder) as feed:
+        feed.load_state_dict({**feed.state_dict(), "position": 40})  # where texts are long
+        seen = [text for _ in range(2) for batch in feed for text in batch]
+    assert [spec.leaves[0].shape for spec in looked] == [(1024,), (64,), (64,)]  # this feed, the other, this again
+    assert seen == [growing(i) for i in (*range(40, N), *range(N))]
+    assert feed.stats.cached == 30
+
+
 def test_a_random_load_leaves_no_folder(folder: Path) -> None:
     with (
         feed_of("thread", range(N), lambda i: penstock.rng().random(3), cache=folder) as feed,
@@ -210,6 +258,68 @@ def test_code_that_changed_is_warned_of(folder: Path) -> None:
         fill(folder, load=lambda i: np.full(4, i + 1.0))
 
 
+MODULE = """
+import numpy as np
+import os.path
+
+def f(i):
+    return np.full(4, i + {0})
+
+class Reader:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def read(self, i):
+        return np.full(4, i + self.shift())
+
+    @staticmethod
+    def shift():
+        return {1}
+
+    @classmethod
+    def made(cls, i):
+        return cls(1).read(i)
+
+    def __call__(self, i):
+        return self.read(i)
+
+def unused():
+    return {2}
+"""
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        *("lambda i: mymod.f(i)", "lambda i: package.mymod.f(i)", "lambda i: f(i)", "f"),
+        *("lambda i: mymod.Reader(2).read(i)", "lambda i: mymod.Reader.made(i)", "lambda i: reader.read(i)"),
+        *("reader.read", "reader", "mymod.Reader.made", "mymod.Reader"),
+    ],
+)
+def test_code_behind_a_module_or_a_class_counts(load: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What load calls there, and nothing else of it; not what comes with Python, which has a version of its own."""
+
+    def code(*numbers: int) -> str:
+        module: Any = types.ModuleType("mymod")
+        package: Any = types.ModuleType("package")
+        module.__file__ = package.__file__ = str(tmp_path / "mymod.py")
+        package.mymod = module
+        for made in (module, package):
+            monkeypatch.setitem(sys.modules, made.__name__, made)
+        exec(MODULE.format(*numbers), vars(module))
+        names = {"mymod": module, "package": package, "reader": module.Reader(1), "f": module.f}
+        return code_of(eval(load, {"__name__": "__main__", **names}))
+
+    before = code(1, 1, 1)
+    assert before
+    assert code(1, 1, 1) == before
+    assert code(1, 1, 2) == before
+    assert code(2, 2, 1) != before
+    if load.startswith("lambda"):
+        monkeypatch.setattr(os, "__file__", str(tmp_path / "os.py"))
+        assert code(1, 1, 1) == code(2, 2, 1) != before
+
+
 # ---------------------------------------- sizes, damage, manners
 
 
@@ -224,6 +334,43 @@ def test_a_limit_holds_and_the_rest_is_loaded(folder: Path, log: Log) -> None:
     assert log.take() == second
     assert len(second) == 20
     assert np.count_nonzero(np.load(folder / "rows.npy") >> 32 == 1) == 30
+
+
+def test_a_limit_below_one_item_is_told(folder: Path) -> None:
+    with (
+        feed_of("inline", range(N), row, cache=Cache(folder, limit=31)) as feed,
+        pytest.warns(CacheWarning, match="nothing is kept in .* one item takes 32 B, and limit is 31 B"),
+    ):
+        assert feed.pack() == 0
+
+
+def test_rows_that_are_in_memory_are_not_copied_to_disk(folder: Path) -> None:
+    with (
+        feed_of("inline", penstock.arrays(np.arange(N)), cache=folder) as feed,
+        pytest.warns(CacheWarning, match="not used, as all rows are in memory already"),
+    ):
+        assert feed.pack() == 0
+    assert not folder.exists()
+
+
+def test_texts_of_an_hdf5_file_are_kept_without_a_warning(folder: Path, tmp_path: Path) -> None:
+    """What h5py hangs on a dtype is not saved, which NumPy would warn of."""
+    h5py = pytest.importorskip("h5py")
+    names = np.array([f"n{i}" for i in range(N)], "S8")
+    pairs = np.array([(name, i) for i, name in enumerate(names)], [("name", "S8"), ("i", "i4")])
+    with h5py.File(tmp_path / "s.h5", "w") as file:
+        file["t"], file["p"] = names, pairs
+    for cache in ("ram", folder):
+        with feed_of("inline", penstock.hdf5(tmp_path / "s.h5", ["t", "p"]), cache=cache) as feed:
+            for _ in range(2):
+                seen = [(t.copy(), p.copy()) for t, p in map(_parts, feed)]
+                assert np.concatenate([t for t, _ in seen]).tolist() == names.tolist()
+                assert np.concatenate([p for _, p in seen]).tolist() == pairs.tolist()
+        assert feed.stats.cached == N
+
+
+def _parts(batch: Any) -> tuple[Any, Any]:
+    return tuple(batch.values()) if isinstance(batch, dict) else tuple(batch)
 
 
 def test_a_full_disk_ends_the_writing_and_nothing_else(tmp_path: Path) -> None:
@@ -254,6 +401,43 @@ with warnings.catch_warnings(record=True) as caught:
     assert said.startswith("True ['nothing more is kept in "), said
     assert "No space left on device" in said
     assert said.count("nothing more is kept") == 1
+
+
+def test_a_disk_that_is_full_from_the_start_stops_nothing(tmp_path: Path) -> None:
+    """A new folder is not kept, and nothing of it is left behind; one that is there serves what it has."""
+    script = """
+import os, sys, warnings, numpy as np
+from penstock import Cache, Feed
+folder = sys.argv[1]
+def load(i): return np.full(4096, i, np.uint8)
+def seen(name, count):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Feed(range(count), load, batch_size=4, memory="256 MiB", num_workers=0, cache=folder + name) as feed:
+            assert [b[0, 7] for _ in range(2) for b in feed] == 2 * list(range(0, count, 4))
+    print(feed.stats.cached, [str(w.message).replace(folder, "") for w in caught])
+with Feed(range(20), load, batch_size=4, memory="256 MiB", num_workers=0, cache=folder + "/old") as feed:
+    next(iter(feed))
+def fill(left):
+    with open(folder + "/other", "ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            file.truncate(file.tell() - left)
+for pages in range(8):  # of the folder, its files, its session: any may be what there is no room for
+    fill(4096 * pages)
+    before = sorted(os.listdir(folder + "/old"))
+    if pages < 4:
+        seen("/deep/new", 20)
+        assert not os.path.exists(folder + "/deep"), os.listdir(folder + "/deep")
+    seen("/old", 20)
+    assert sorted(os.listdir(folder + "/old")) == before, (pages, os.listdir(folder + "/old"))
+"""
+    said = in_a_mount(tmp_path, script, f"mount -t tmpfs -o size=1m tmpfs {tmp_path}").splitlines()
+    assert said[0].startswith("0 ['nothing is kept in /deep/new, as there is no room: OSError: [Errno 28]"), said
+    assert "All samples are loaded every time" in said[0]
+    assert said[1].startswith("8 ['nothing more is kept in /old, as there is no room: it has 4 of 20 items"), said
 
 
 def test_a_disk_that_is_too_small_is_said_at_once(folder: Path) -> None:
@@ -287,6 +471,13 @@ def test_damaged_files_are_refused(damage: str, folder: Path, tmp_path: Path) ->
     with pytest.raises(
         CacheError, match=r"sample\.npy (cannot be read|is not the file it was made as).*delete .* made again"
     ):
+        fill(folder)
+
+
+def test_a_folder_without_its_list_of_rows_is_refused(folder: Path) -> None:
+    fill(folder)
+    (folder / "rows.npy").unlink()
+    with pytest.raises(CacheError, match=r"rows\.npy is gone, .*delete .* to have it made again"):
         fill(folder)
 
 
@@ -371,13 +562,15 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     with Feed(range(50), row, batch_size=4, memory="256 MiB", num_workers=2, cache=folder) as feed:
         assert [int(x) for _ in range(2) for b in feed for x in b[:, 0]] == 2 * list(range(50))
-print(feed.stats.cached, [str(w.message).partition(" may ")[2] for w in caught if w.category is CacheWarning])
+print(feed.stats.cached, [str(w.message).partition(", as ")[2] for w in caught if w.category is CacheWarning])
 """
     said = in_a_mount(tmp_path, script, f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}")
     rofs, _, rest = said.partition("\n")
     assert rofs == "Read-only file system"
     there = int(np.count_nonzero(np.load(folder / "rows.npy") >> 32 == 1))
-    warned = [] if complete else [f"only be read and has {there} of 50 items: the others are loaded every time"]
+    warned = (
+        [f"it may only be read: it has {there} of 50 items, the others are loaded every time"] if not complete else []
+    )
     assert rest == f"{2 * there} {warned}\n"
 
 
@@ -392,9 +585,23 @@ def test_a_file_of_somebody_else_survives_a_rebuild(folder: Path) -> None:
 def test_more_items_than_can_be_remembered_are_refused(folder: Path) -> None:
     with (
         feed_of("thread", range(10**9), row, cache=folder, memory="64 MiB") as feed,
-        pytest.raises(CacheError, match=r"has to remember 1\.9 GiB for 1,000,000,000 items"),
+        pytest.raises(BudgetError, match=r"1\.9 GiB of that to remember which items the cache has"),
     ):
         next(iter(feed))
+
+
+def test_what_a_folder_has_to_remember_is_part_of_the_least_budget(folder: Path, tmp_path: Path) -> None:
+    """Of 200,000 items 400,000 bytes: what the error asks for is enough."""
+    np.save(tmp_path / "x.npy", np.zeros((200_000, 1), np.uint8))
+
+    def feed(memory: int | str) -> Feed:
+        return feed_of("process", penstock.arrays(tmp_path / "x.npy"), cache=folder, memory=memory)
+
+    with feed("1 MiB") as small, pytest.raises(BudgetError, match="to remember which items the cache has") as caught:
+        next(iter(small))
+    with feed(caught.value.least) as enough:
+        assert enough.plan.total_bytes <= caught.value.least
+        assert enough.plan.parent_bytes >= 400_000
 
 
 def test_a_folder_of_somebody_else_is_left_alone(folder: Path) -> None:
@@ -444,7 +651,8 @@ def test_what_a_folder_cannot_keep_is_said_at_once(options: Any, said: str, fold
         (("",), "give the folder"),
         (("f", 3), "a key is a str"),
         (("f", "", "much"), "limit"),
-        (("f", "", 0.5), "give bytes or a size"),
+        (("f", "", 0.5), 'is a fraction.*give bytes as an int, or text such as "2 GiB"$'),
+        (("f", "", 0), 'leaves no room at all: give bytes as an int, or text such as "2 GiB"$'),
         (("f", "", None, "ignore"), '"error" or "rebuild"'),
     ],
 )
@@ -624,7 +832,10 @@ def test_the_command_packs_what_a_module_names(tmp_path: Path) -> None:
         (("train:number", "--to", "c"), "is a int, not a penstock.Feed"),
         (("train:make_feed",), "no folder as its cache: give one with --to"),
         (("train:make_feed", "--key", "v2"), "belong to --to"),
-        (("train:make_feed", "--to", "c", "--limit", "much"), "--limit"),
+        (
+            ("train:make_feed", "--to", "c", "--limit", "much"),
+            'cannot be read as a size: give bytes as an int, or text such as "2 GiB"\n',
+        ),
     ],
 )
 def test_the_command_says_what_is_wrong(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:

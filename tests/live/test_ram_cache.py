@@ -71,6 +71,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "a tree": (tree, {}),
     "cast": (lambda i: {"x": np.full(3, i / 3), "y": i}, {"cast": {"x": "float16"}}),
     "bfloat16": (lambda i: np.full(3, float(i), np.float32), {"cast": "bfloat16"}),
+    "texts of a fixed width": (lambda i: (np.array(f"abc{i}"[: i % 6], "U8"), np.bytes_(f"{i}".encode())), {}),
+    "texts of a fixed width, shuffled": (lambda i: np.array(f"abc{i}"[: i % 6], "S8"), {"shuffle": True}),
     "nothing in it": (lambda i: (np.empty((0, 3)), i), {}),
     "several an item": (lambda i: [np.array([i, part]) for part in range(2)], {"samples_per_item": 2}),
     "several that do not divide a batch": (lambda i: [np.array([i, p]) for p in range(3)], {"samples_per_item": 3}),

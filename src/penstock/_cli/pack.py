@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from penstock._core.budget import GiB, format_bytes, parse_size
+from penstock._core.budget import format_bytes, parse_size
 
 __all__ = ["add_arguments", "run"]
 
@@ -106,6 +106,6 @@ def _feed(target: str, parser: argparse.ArgumentParser) -> Any:
 
 def _limit(text: str) -> int:
     try:
-        return parse_size(text, available=GiB(1), name="--limit")
+        return parse_size(text, available=None, name="--limit")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

@@ -23,6 +23,7 @@ _UNITS: Final = {
 }  # fmt: skip
 _TEXT: Final = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _MOST: Final = 2**60
+_FIXED: Final = 'give bytes as an int, or text such as "2 GiB"'
 _HOW: Final = 'give bytes as an int, text such as "2 GiB", or a fraction of what is available such as 0.25'
 
 
@@ -41,26 +42,30 @@ def GiB(n: float) -> int:
     return int(n * 2**30)
 
 
-def parse_size(size: Size, *, available: int, name: str = "memory") -> int:
-    """Bytes for what a user gave as a size; fractions are of ``available`` bytes."""
+def parse_size(size: Size, *, available: int | None, name: str = "memory") -> int:
+    """Bytes for what a user gave as a size; fractions are of ``available`` bytes, and refused where that is None."""
+    how = _HOW if available is not None else _FIXED
     if isinstance(size, bool) or not isinstance(size, int | float | str):
-        raise TypeError(f"{name}={size!r} is a {type(size).__name__}: {_HOW}")
+        raise TypeError(f"{name}={size!r} is a {type(size).__name__}: {how}")
     if isinstance(size, str):
         match = _TEXT.fullmatch(size)
         unit = _UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
-            raise ValueError(f"{name}={size!r} cannot be read as a size: {_HOW}")
+            raise ValueError(f"{name}={size!r} cannot be read as a size: {how}")
         result = int(float(match[1]) * unit)
     elif isinstance(size, float):
+        if available is None:
+            raise TypeError(f"{name}={size!r} is a fraction, and there is nothing that it could be a part of: {how}")
         if not math.isfinite(size) or not 0 < size <= 1:
-            raise ValueError(f"{name}={size!r} is not a fraction between 0 and 1: {_HOW}")
+            raise ValueError(f"{name}={size!r} is not a fraction between 0 and 1: {how}")
         result = int(size * available)
     else:
         result = size
     if result <= 0:
-        raise ValueError(f"{name}={size!r} leaves no memory at all: {_HOW}")
+        what = "memory" if available is not None else "room"
+        raise ValueError(f"{name}={size!r} leaves no {what} at all: {how}")
     if result > _MOST:
-        raise ValueError(f"{name}={size!r} is more than any machine has: {_HOW}")
+        raise ValueError(f"{name}={size!r} is more than any machine has: {how}")
     return result
 
 

@@ -82,9 +82,7 @@ class Cache:
         if self.stale not in ("error", "rebuild"):
             raise ValueError(f'Cache(stale={self.stale!r}): stale is "error" or "rebuild"')
         if self.limit is not None:
-            if isinstance(self.limit, float):
-                raise TypeError(f'Cache(limit={self.limit!r}): give bytes or a size such as "20 GiB"')
-            object.__setattr__(self, "limit", parse_size(self.limit, available=0, name="Cache(limit=...)"))
+            object.__setattr__(self, "limit", parse_size(self.limit, available=None, name="the limit of a Cache"))
 
     @property
     def limit_bytes(self) -> int | None:
@@ -228,7 +226,7 @@ class RamShelf:
             elif dense:
                 # "clip" because with "raise" NumPy gathers into a buffer first; places are never out of bounds.
                 np.take(kept, places, axis=0, out=column[first : first + count], mode="clip")
-            elif (size := kept[0].nbytes) <= SMALL_ROW_BYTES:
+            elif (size := kept.nbytes // len(kept)) <= SMALL_ROW_BYTES:
                 for part in _pieces(len(at), size):
                     column[at[part]] = np.take(kept, places[part], axis=0)
             else:
@@ -240,7 +238,7 @@ class RamShelf:
         for kept, column in zip(self._columns, columns, strict=True):
             if not kept.size:
                 continue
-            if (size := kept[0].nbytes) <= SMALL_ROW_BYTES:
+            if (size := kept.nbytes // len(kept)) <= SMALL_ROW_BYTES:
                 for part in _pieces(len(at), size):
                     kept[places[part]] = column[at[part]]
             else:

@@ -40,13 +40,12 @@ import numpy.typing as npt
 
 from penstock._core.budget import format_bytes
 from penstock._core.cache import NEVER, RANDOM, Cache, Memory
-from penstock._core.cache_key import Identity, form_of
+from penstock._core.cache_key import Identity, fitted, form_of
 from penstock._core.errors import CacheError, said, shown
-from penstock._core.layout import Layout
 from penstock._core.spec import Array, Spec
 from penstock._core.task import LOAD, Shelved, keep_at
 
-__all__ = ["DiskForm", "DiskStore"]
+__all__ = ["DiskForm", "DiskFull", "DiskStore", "OtherWidths", "as_kept"]
 
 VERSION: Final = 1
 _INDEX: Final = "index.json"
@@ -63,7 +62,16 @@ CHECKED_AT_ONCE_BYTES: Final = 8 * 2**20
 # A disk that is full to the last byte serves nobody.
 LEFT_FREE: Final = 20  # one part in so many
 RECOUNT_S: Final = 1.0
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _FLAGS: Final = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+
+
+class DiskFull(CacheError):
+    """There is no room even for a folder with nothing in it."""
+
+
+class OtherWidths(CacheError):
+    """The folder has these samples, but with other room for texts: ``as_kept`` says with how much."""
 
 
 # ---------------------------------------- rows, where load runs
@@ -211,8 +219,8 @@ class DiskStore:
 
     in_memory = False
 
-    def __init__(self, cache: Cache, layout: Layout, identity: Identity, *, items: int, each: int) -> None:
-        """Open the folder, or make it; CacheError when it holds something else."""
+    def __init__(self, cache: Cache, spec: Spec, identity: Identity, *, items: int, each: int) -> None:
+        """Open the folder, or make it; CacheError when it holds something else, DiskFull when it cannot be made."""
         try:
             import fcntl
         except ImportError as error:  # Windows
@@ -227,8 +235,8 @@ class DiskStore:
         self._cache = cache
         self._identity = identity
         self._items, self._each = items, each
-        self._layout = layout
-        self._wanted = _columns(layout.spec, each)
+        self._spec = spec
+        self._wanted = _columns(spec, each)
         self._session = 0
         self._session_fd = self._lock_fd = self._rows_fd = -1
         self._orphans: list[Path] = []
@@ -240,6 +248,7 @@ class DiskStore:
         """What has to be said to the user."""
         self._stopped: str | None = None
         self._said = False
+        self._made = False
         self._dirty = False
         self._recount_at_s = 0.0
         self.count = 0
@@ -247,6 +256,8 @@ class DiskStore:
             self._open()
         except OSError as error:
             self._let_go()
+            if error.errno in _FULL:
+                raise DiskFull(f"nothing is kept in {self.folder}, as there is no room: {said(error)}") from error
             if isinstance(error, PermissionError) or error.errno in (errno.EROFS, errno.ENOTDIR, errno.EEXIST):
                 raise CacheError(f"{self.folder} cannot be used as a cache: {said(error)}") from error
             raise CacheError(f"the cache in {self.folder} cannot be opened: {said(error)}") from error
@@ -358,7 +369,8 @@ class DiskStore:
             if self._lock(LOCK_S):
                 try:
                     self._read_rows()
-                    self._write_index()
+                    with contextlib.suppress(OSError):  # a full disk: what it said before is true enough
+                        self._write_index()
                 finally:
                     self._unlock()
             for orphan in (*self._orphans, self.folder / f"{_SESSION}{self._session}"):
@@ -371,6 +383,21 @@ class DiskStore:
     # ---- opening
 
     def _open(self) -> None:
+        missing = list(itertools.takewhile(lambda path: not path.exists(), (self.folder, *self.folder.parents)))
+        try:
+            self._open_folder()
+        except OSError as error:
+            # What was made of a new folder is of no use; one that is there already serves what it has.
+            if error.errno in _FULL and (self.folder / _INDEX).exists():
+                self._let_go()
+                self._open_to_read("there is no room")
+                return
+            for path in missing:
+                with contextlib.suppress(OSError):  # somebody else is using it by now
+                    path.rmdir()
+            raise
+
+    def _open_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         entries = {entry.name for entry in os.scandir(self.folder)}
         if entries and not entries & {_INDEX, _LOCK}:
@@ -381,12 +408,7 @@ class DiskStore:
         if _INDEX in entries and not self._may_write():
             self._open_to_read()
             return
-        self._lock_fd = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
-        if not self._lock(OPEN_LOCK_S):
-            raise CacheError(
-                f"{self.folder} has been locked for more than {OPEN_LOCK_S:g} s by another job, which checks it after "
-                "a crash or is stopped: wait for it, or end it"
-            )
+        self._lock_folder()
         try:
             for entry in list(os.scandir(self.folder)):
                 if entry.name.startswith(f".{_INDEX}."):  # left by a kill; whoever writes one holds the lock
@@ -411,8 +433,37 @@ class DiskStore:
             self._begin_session()
             self._bury_the_dead(at_opening=True)
             self._most = self._room()
+        except OSError as error:
+            if error.errno in _FULL:
+                self._undo()
+            raise
         finally:
             self._unlock()
+
+    def _lock_folder(self) -> None:
+        path = self.folder / _LOCK
+        while True:
+            self._lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
+            if not self._lock(OPEN_LOCK_S):
+                raise CacheError(
+                    f"{self.folder} has been locked for more than {OPEN_LOCK_S:g} s by another job, which checks it "
+                    "after a crash or is stopped: wait for it, or end it"
+                )
+            # Whoever had it may have found no room for the folder, and have deleted it.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._lock_fd), os.stat(path)):
+                    return
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _undo(self) -> None:
+        """Delete what was made for nothing, under the lock: the session, and all of a folder that is new."""
+        made = [self.folder / f"{_SESSION}{self._session}"] if self._session_fd >= 0 else []
+        if self._made or not (self.folder / _INDEX).exists():
+            made += [self.folder / name for name in (_INDEX, _ROWS, *(column.name for column in self._wanted), _LOCK)]
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def _may_write(self) -> bool:
         try:
@@ -423,12 +474,11 @@ class DiskStore:
             raise
         return True
 
-    def _open_to_read(self) -> None:
-        """A folder of somebody else's, or a disk that nobody may write to: what is complete there is used."""
+    def _open_to_read(self, why: str = "it may only be read") -> None:
+        """A folder of somebody else's, or a disk that nobody can write to: what is complete there is used."""
+        self.warnings.clear()
         if stale := self._stale():
-            raise CacheError(
-                f"{self.folder} holds other samples, and may only be read: {'; '.join(stale)}. Give another folder"
-            )
+            raise CacheError(f"{self.folder} holds other samples, and {why}: {'; '.join(stale)}. Give another folder")
         self.form = DiskForm(tuple(self._checked(column) for column in self._wanted))
         self._rows_fd = self._open_rows(os.O_RDONLY)
         self._complete = np.zeros(self._items, np.bool_)
@@ -440,25 +490,19 @@ class DiskStore:
             for wrong in self._wrong_rows():
                 self._complete[wrong] = False
             self.count = int(np.count_nonzero(self._complete))
-        self._stopped, self._said = "it may only be read", True
+        self._stopped, self._said = why, True
         if self.count < self._items:
             self.warnings.append(
-                f"{self.folder} may only be read and has {self.count:,} of {self._items:,} items: the others are "
-                "loaded every time"
+                f"nothing more is kept in {self.folder}, as {why}: it has {self.count:,} of {self._items:,} items, the "
+                "others are loaded every time"
             )
 
     def _stale(self) -> list[str]:
         """How what is there differs from what is wanted; empty if it does not, or if nothing is there."""
-        path = self.folder / _INDEX
         try:
-            with _opened(str(path), os.O_RDONLY) as fd:
-                data = os.pread(fd, _MOST_INDEX_BYTES + 1, 0)
+            index = _read_index(self.folder)
         except FileNotFoundError:
             return []
-        try:
-            index = json.loads(data) if len(data) <= _MOST_INDEX_BYTES else None
-        except ValueError:
-            index = None
         if not isinstance(index, dict) or index.get("format") != "penstock cache":
             return ["its index.json is not one of ours"]
         if index.get("version") != VERSION:
@@ -471,8 +515,10 @@ class DiskStore:
             if index.get(name) != mine[name]:
                 values = "" if name == "items" else f" ({shown(index.get(name))}, here {shown(mine[name])})"
                 differs.append(f"{what} differs{values}" if name != "items" else f"{what} differ")
-        if index.get("form") != mine["form"]:
-            theirs = index.get("form")
+        theirs = index.get("form")
+        if theirs != mine["form"]:
+            if not differs and fitted(self._spec, self._each, theirs) is not None:
+                raise OtherWidths(f"{self.folder} holds texts with other room for each")
             leaves = theirs.get("leaves") if isinstance(theirs, dict) else None
             differs.append(f"the form of a sample differs ({shown(leaves)}, here {shown(mine['form']['leaves'])})")
         code = index.get("code")
@@ -492,12 +538,13 @@ class DiskStore:
             "items": self._identity.items,
             "code": self._code,
             "length": self._items,
-            "form": form_of(self._layout.spec, self._each),
+            "form": form_of(self._spec, self._each),
             "files": [column.name for column in self._wanted],
         }
 
     def _make(self) -> None:
         """New files, all of them sparse; the index last, which makes them count."""
+        self._made = True
         for column in self._wanted:
             _create(self.folder / column.name, column.header(self._items), self._items * column.row_bytes)
         _create(self.folder / _ROWS, _header((self._items,), np.dtype("<u8")), 8 * self._items)
@@ -506,10 +553,14 @@ class DiskStore:
     def _write_index(self) -> None:
         text = json.dumps({**self._index(), "complete": self.count == self._items and self._items > 0}, indent=1)
         made = self.folder / f".{_INDEX}.{os.getpid()}"
-        with _opened(str(made), os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
-            _write(fd, memoryview(text.encode()), 0)
-            os.fsync(fd)
-        os.replace(made, self.folder / _INDEX)
+        try:
+            with _opened(str(made), os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+                _write(fd, memoryview(text.encode()), 0)
+                os.fsync(fd)
+            os.replace(made, self.folder / _INDEX)
+        except OSError:
+            made.unlink(missing_ok=True)
+            raise
         with contextlib.suppress(OSError):  # not every file system can
             _sync_folder(self.folder)
 
@@ -551,7 +602,12 @@ class DiskStore:
         path = self.folder / _ROWS
         header = _header((self._items,), np.dtype("<u8"))
         self._rows_at = len(header)
-        fd = os.open(path, flags | _FLAGS)
+        try:
+            fd = os.open(path, flags | _FLAGS)
+        except FileNotFoundError as error:
+            raise CacheError(
+                f"{path} is gone, which says what is complete: delete {self.folder} to have it made again"
+            ) from error
         found = os.fstat(fd)
         if found.st_size != len(header) + 8 * self._items or os.pread(fd, len(header), 0) != header:
             os.close(fd)
@@ -567,10 +623,10 @@ class DiskStore:
         number = max((_session_of(path.name) or 0 for path in self._sessions()), default=_FIRST_SESSION - 1) + 1
         path = self.folder / f"{_SESSION}{number}"
         self._session_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)
+        self._session = number
         self._flock(self._session_fd, self._locks[0])
         about = {"boot": _boot(), "host": socket.gethostname(), "pid": os.getpid()}
         _write(self._session_fd, memoryview(json.dumps(about).encode()), 0)
-        self._session = number
 
     def _bury_the_dead(self, *, at_opening: bool = False) -> None:
         """Give up the claims of sessions whose process is gone; check what they left if the machine was gone too."""
@@ -676,6 +732,11 @@ class DiskStore:
         most = self.count + (free - free // LEFT_FREE) // size
         if self._cache.limit_bytes is not None:
             most = min(most, self._cache.limit_bytes // size)
+            if self._cache.limit_bytes < size:
+                self.warnings.append(
+                    f"nothing is kept in {self.folder}: one item takes {format_bytes(size)}, and limit is "
+                    f"{format_bytes(self._cache.limit_bytes)}. Give a larger one"
+                )
         elif most < self._items:
             self.warnings.append(
                 f"the samples take {format_bytes(self._items * size)}, and the disk of {self.folder} has "
@@ -790,6 +851,29 @@ def _header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})
     return file.getvalue()
+
+
+def _read_index(folder: Path) -> Any:
+    """What the index of a folder says; None if it is not even JSON."""
+    with _opened(str(folder / _INDEX), os.O_RDONLY) as fd:
+        data = os.pread(fd, _MOST_INDEX_BYTES + 1, 0)
+    try:
+        return json.loads(data) if len(data) <= _MOST_INDEX_BYTES else None
+    except ValueError:
+        return None
+
+
+def as_kept(cache: Cache, spec: Spec, identity: Identity, *, items: int, each: int) -> Spec:
+    """The spec with the room for texts that the folder has, if it holds these samples; else the spec as it is."""
+    try:
+        index = _read_index(Path(os.path.abspath(cache.folder)))
+    except OSError:  # there is none, or it is told when it is opened
+        return spec
+    if not isinstance(index, dict) or index.get("version") != VERSION:
+        return spec
+    if (index.get("key"), index.get("items"), index.get("length")) != (identity.key, identity.items, items):
+        return spec
+    return fitted(spec, each, index.get("form")) or spec
 
 
 def _create(path: Path, header: bytes, size: int) -> None:

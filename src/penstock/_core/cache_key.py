@@ -25,13 +25,14 @@ from penstock._core.fingerprint import fingerprint
 from penstock._core.items import Picker
 from penstock._core.spec import Spec, _form
 
-__all__ = ["Identity", "code_of", "form_of", "hash_of_items", "identify"]
+__all__ = ["Identity", "code_of", "fitted", "form_of", "hash_of_items", "identify"]
 
 # Sequences that make their items when they are asked, from a database say, are asked for so many, spread evenly.
 LOOKED_AT: Final = 4096
 _DEEPEST: Final = 8
 _MOST_FUNCTIONS: Final = 200
 _MOST_SETTINGS: Final = 1000  # more are data
+_GETTERS: Final = ("fget", "fset", "func")  # of properties, and of cached ones
 _INSIDE: Final = ("__func__", "func", "function", "__wrapped__")
 
 
@@ -54,6 +55,28 @@ def form_of(spec: Spec, each: int) -> dict[str, Any]:
     """The form of a sample in words that JSON knows; the same for the same form."""
     leaves = [[leaf.path, leaf.kind, list(leaf.shape), leaf.dtype.name, leaf.stored.name] for leaf in spec.leaves]
     return {"tree": _form(spec.tree), "leaves": leaves, "samples_per_item": each}
+
+
+def fitted(spec: Spec, each: int, form: Any) -> Spec | None:
+    """The spec with the room for texts that a form has, if that is all in which they differ; None if it is not.
+
+    How much room a text is given follows from the first one that was seen, which is another one for every order.
+    """
+    theirs = form.get("leaves") if isinstance(form, dict) else None
+    if not isinstance(theirs, list) or len(theirs) != len(spec.leaves):
+        return None
+    leaves = []
+    for leaf, other in zip(spec.leaves, theirs, strict=True):
+        shape = other[2] if isinstance(other, list) and len(other) > 2 else None
+        if leaf.kind != "array" and isinstance(shape, list) and len(shape) == 1 and _is_width(shape[0]):
+            leaf = dataclasses.replace(leaf, shape=(shape[0],))
+        leaves.append(leaf)
+    found = Spec(spec.tree, tuple(leaves))
+    return found if form_of(found, each) == form else None
+
+
+def _is_width(width: Any) -> bool:
+    return type(width) is int and 0 < width < 2**31
 
 
 # ---- items
@@ -148,6 +171,7 @@ def _feed(digest: Any, value: Any, deep: int) -> None:
 def code_of(load: Any) -> str:
     """A hash of a function and the functions of the same program that it calls; empty where there is nothing to see.
 
+    What it calls by way of a module or of a class counts, as far as names tell: ``module.f``, all methods of a class.
     It holds for one version of Python: each has its own bytecode.
     """
     if load is None:
@@ -168,11 +192,23 @@ def code_of(load: Any) -> str:
             _feed_plain(digest, thing.__defaults__)
             _feed_plain(digest, thing.__kwdefaults__)
             used = [cell for cell in map(_content, thing.__closure__ or ()) if cell is not None]
-            used += [thing.__globals__[name] for name in _names(thing.__code__) if name in thing.__globals__]
-            for value in used:
+            names = _names(thing.__code__)
+            used += [thing.__globals__[name] for name in names if name in thing.__globals__]
+            modules: set[str] = set()
+            while used:
+                value = used.pop(0)
                 _feed_plain(digest, value)
-                if callable(value) and _home(value) == home:  # what is installed has a version of its own
+                if isinstance(value, types.ModuleType):
+                    if value.__name__ not in modules and _is_own(value.__name__, home):
+                        modules.add(value.__name__)
+                        used += [vars(value)[name] for name in names if name in vars(value)]
+                elif callable(value) and _is_own(_home(value), home):
                     todo.append(value)
+                elif _is_own(type(value).__module__, home):
+                    todo.append(type(value))
+            continue
+        if isinstance(thing, type):
+            todo += [code for cls in thing.__mro__ if _is_own(cls.__module__, home) for code in _methods(cls)]
             continue
         if isinstance(thing, functools.partial):
             _feed_plain(digest, thing.args)
@@ -180,9 +216,11 @@ def code_of(load: Any) -> str:
         owner = getattr(thing, "__self__", None)
         if isinstance(owner, object) and not isinstance(owner, types.ModuleType | type(None)):
             _feed_plain(digest, {k: v for k, v in getattr(owner, "__dict__", {}).items() if _is_plain(v)})
+            cls = owner if isinstance(owner, type) else type(owner)
+            todo += [cls] if _is_own(cls.__module__, home) else []
         inner = [getattr(thing, name, None) for name in _INSIDE]
-        if not any(isinstance(i, types.FunctionType) or callable(i) for i in inner) and not isinstance(thing, type):
-            inner.append(vars(type(thing)).get("__call__"))
+        if not any(isinstance(i, types.FunctionType) or callable(i) for i in inner):
+            inner += [vars(type(thing)).get("__call__"), type(thing) if _is_own(type(thing).__module__, home) else None]
             _feed_plain(digest, {k: v for k, v in getattr(thing, "__dict__", {}).items() if _is_plain(v)})
         todo += [i for i in inner if i is not None]
     return f"{sys.implementation.cache_tag}:{digest.hexdigest()}" if found else ""
@@ -191,8 +229,29 @@ def code_of(load: Any) -> str:
 def _home(thing: Any) -> str:
     for name in _INSIDE:
         thing = getattr(thing, name, None) or thing
-    module = getattr(thing, "__module__", None) or type(thing).__module__
-    return str(module).partition(".")[0]
+    return str(getattr(thing, "__module__", None) or type(thing).__module__)
+
+
+def _is_own(module: str, home: str) -> bool:
+    """Whether a module is the user's: what is installed, or comes with Python, has a version of its own."""
+    top = str(module).partition(".")[0]
+    if top in (home.partition(".")[0], "__main__"):
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if not isinstance(file, str) or top == "penstock":
+        return False
+    file = os.path.abspath(file)
+    installed = {"site-packages", "dist-packages"} & set(file.split(os.sep))
+    return not installed and not file.startswith(os.path.dirname(os.__file__) + os.sep)
+
+
+def _methods(cls: type[Any]) -> list[types.FunctionType]:
+    """The functions that a class has itself, in the order of their names."""
+    found = []
+    for _, value in sorted(vars(cls).items()):
+        inner = [value, getattr(value, "__func__", None), *(getattr(value, name, None) for name in _GETTERS)]
+        found += [function for function in inner if isinstance(function, types.FunctionType)]
+    return found
 
 
 def _content(cell: Any) -> Any:

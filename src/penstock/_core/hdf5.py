@@ -20,7 +20,7 @@ import optree
 from penstock._core.errors import SpecError, shown
 from penstock._core.library import library
 from penstock._core.source import Row
-from penstock._core.spec import Array, Leaf, Spec, flatten, store
+from penstock._core.spec import Array, Leaf, Spec, flatten, store, without_metadata
 
 __all__ = ["Hdf5", "hdf5"]
 
@@ -165,7 +165,7 @@ class Hdf5:
                 if len(set(lengths.values())) > 1:
                     raise SpecError(f"the datasets of {shown(path)} have different numbers of rows: {lengths}")
                 counts.append(len(found[0]))
-                forms = [(dataset.shape[1:], dataset.dtype.newbyteorder("=")) for dataset in found]
+                forms = [(dataset.shape[1:], without_metadata(dataset.dtype.newbyteorder("="))) for dataset in found]
                 for name, form, expected in zip(self._names, forms, first or forms, strict=True):
                     if form != expected:
                         raise SpecError(

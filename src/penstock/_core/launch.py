@@ -22,6 +22,7 @@ from penstock._core.blocks import Blocks
 from penstock._core.budget import format_bytes
 from penstock._core.cache import Store
 from penstock._core.cache_device import DeviceStore
+from penstock._core.cache_disk import OtherWidths
 from penstock._core.choice import Threads, choose
 from penstock._core.crew import Crew, process_crew
 from penstock._core.crew.inline import InlineCrew
@@ -164,25 +165,30 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
         held = int(getattr(options.source, "held_bytes", 0))
         probe = dataclasses.replace(probe, load_bytes=probe.load_bytes + held)
         planner.keeping = keeping = Keeping.of(options, schedule, program, probe)
+        identity = keeping.identity(options, program)
         if options.blocks is not None:
-            plan, slot_size = planner.mix(probe, crew, options.blocks)
-        else:
+            planner.mix(probe, crew, options.blocks)
+        agreed = False
+        while not agreed:
+            probe = dataclasses.replace(probe, spec=keeping.spec(options, schedule, identity, probe.spec))
             plan, slot_size = planner.solve(probe, crew)
-        if isinstance(crew, InlineCrew) != (plan.workers == 0):
-            stats.peak_bytes = max(stats.peak_bytes, _peak_bytes(crew))
-            crew.close()
-            crew = _make_crew(options, program, plan.workers, plan.executor)
-        elif plan.workers and plan.executor == "thread" and not isinstance(crew, ThreadCrew):
-            stats.peak_bytes = max(stats.peak_bytes, _peak_bytes(crew))
-            crew.close()
-            crew = ThreadCrew(program)
-        plan, spares = _with_spares(plan, probe) if getattr(crew, "starts_slowly", False) else (plan, 0)
-        # What the plan leaves is given to those who may turn out to need more: workers whose loads differ, and half of
-        # it to slots whose batches do.
-        spare = plan.free_bytes // 2 if program.collate is not None else 0
-        rows = plan.batch_size * plan.batches_per_slot
-        layout = Layout.of(probe.spec, rows)
-        cache = keeping.maker(options, schedule, program, probe=probe, plan=plan, layout=layout)
+            if isinstance(crew, InlineCrew) != (plan.workers == 0):
+                stats.peak_bytes = max(stats.peak_bytes, _peak_bytes(crew))
+                crew.close()
+                crew = _make_crew(options, program, plan.workers, plan.executor)
+            elif plan.workers and plan.executor == "thread" and not isinstance(crew, ThreadCrew):
+                stats.peak_bytes = max(stats.peak_bytes, _peak_bytes(crew))
+                crew.close()
+                crew = ThreadCrew(program)
+            plan, spares = _with_spares(plan, probe) if getattr(crew, "starts_slowly", False) else (plan, 0)
+            # What the plan leaves is given to those who may turn out to need more: workers whose loads differ, and half
+            # of it to slots whose batches do.
+            spare = plan.free_bytes // 2 if program.collate is not None else 0
+            rows = plan.batch_size * plan.batches_per_slot
+            layout = Layout.of(probe.spec, rows)
+            with contextlib.suppress(OtherWidths):  # another rank made the folder meanwhile, and saw another text first
+                cache = keeping.maker(options, schedule, identity, probe=probe, plan=plan, layout=layout)
+                agreed = True
         engine = Engine(
             crew,
             plan,
@@ -470,8 +476,8 @@ class _Planner:
         most = self.held_bytes(plan) + plan.free_bytes * 3 // 4
         return Cut(unit, batch, exact, self._window, plan.memory, most, travels)
 
-    def mix(self, probe: Probe, crew: Crew | None, blocks: Blocks) -> tuple[Plan, int]:
-        """The same for a shuffle of blocks: how much is mixed follows from the budget, if nobody has said it."""
+    def mix(self, probe: Probe, crew: Crew | None, blocks: Blocks) -> None:
+        """For a shuffle of blocks: how much is mixed follows from the budget, if nobody has said it."""
         options, schedule = self._options, self._schedule
         starts, rows = None, blocks.rows_of(self._reckoned(probe))
         if blocks.size is None and blocks.rows is None and (natural := getattr(options.source, "blocks", None)):
@@ -483,7 +489,6 @@ class _Planner:
         if group is None:
             group = self._group(options.memory, probe, self._crew_bytes(probe, crew, rows))
         schedule.mixing = Mixing(group, rows, starts)
-        return self.solve(probe, crew)
 
     def _reckoned(self, probe: Probe) -> int:
         """Bytes of an item by which blocks are cut and groups are sized.
@@ -628,6 +633,8 @@ class _Planner:
             notes = (*notes, f"shuffle window of {self._window[0]:,} items, of {format_bytes(window_bytes)} at most")
         if lines is not None:
             notes = (*notes, lines.note())
+        if self.keeping.note:
+            notes = (*notes, self.keeping.note)
         plan = dataclasses.replace(
             plan,
             memory=options.memory,
@@ -635,7 +642,6 @@ class _Planner:
             total_bytes=plan.total_bytes + kept_bytes,
             notes=notes,
         )
-        plan = self.keeping.planned(plan)
         return plan, slot_bytes(rows, plan.batch_size * plan.batches_per_slot)
 
     def least_for(self, line_bytes: int, reading_bytes: int) -> int:

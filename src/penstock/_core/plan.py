@@ -192,7 +192,7 @@ class Request:
     worth: int | None = None
     """Samples in all that are worth keeping, if not as many as ``length``."""
     index_bytes: int = 0
-    """What the cache has to remember of all items together, if there is room."""
+    """What the cache has to remember of all items together: of as many as there is room for with ``cache``."""
     device_keeps: int = 0
     """Samples an item, where items are kept in what ``device_memory`` leaves; 0 where none are."""
     groups: bool = False
@@ -500,7 +500,11 @@ class _Costs:
     def parent(self, workers: int, slots: int) -> int:
         identities = slots * self.group * self.rows * self.footprint.item_bytes
         pieces = (PIECED_BATCHES + self.group - 1) * self.batch if self.request.pieced else 0
-        return PARENT_BYTES + identities + pieces + (0 if workers else self.load())
+        return PARENT_BYTES + identities + pieces + self.index() + (0 if workers else self.load())
+
+    def index(self) -> int:
+        """What a cache that lies elsewhere has to remember of items in this process."""
+        return 0 if self.request.cache else self.request.index_bytes
 
     def total(self, workers: int, slots: int) -> int:
         crew = workers * self.worker() + self.template(workers)
@@ -755,6 +759,8 @@ def _does_not_fit(costs: _Costs, wanted: int) -> BudgetError:
     if costs.template(workers):
         parts.append(f"the template process {format_bytes(costs.template(workers))}")
     parts.append(f"this process {format_bytes(costs.parent(workers, slots))}")
+    if costs.index():
+        parts.append(f"{format_bytes(costs.index())} of that to remember which items the cache has")
 
     def works(**changes: Any) -> bool:
         return has_room(replace(request, **changes), costs.footprint)

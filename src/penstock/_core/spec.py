@@ -31,6 +31,7 @@ __all__ = [
     "load_tree",
     "split_cast",
     "to_dtype",
+    "without_metadata",
 ]
 
 NAMESPACE: Final = "penstock"
@@ -93,7 +94,8 @@ class Spec:
                 leaves.append(Leaf(path, kind, (max(_TEXT_CELL_LEAST, _power_of_two(2 * size)),), cell, cell))
             else:
                 array = as_array(value, path=path, item=item)
-                leaves.append(Leaf(path, "array", array.shape, array.dtype, array.dtype))
+                dtype = without_metadata(array.dtype)
+                leaves.append(Leaf(path, "array", array.shape, dtype, dtype))
         if not leaves:
             raise SpecError(
                 f"the sample of {shown(item)} holds no data at all ({shown(sample)}): load must return an array, a "
@@ -315,6 +317,21 @@ def to_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
             raise
         extended: np.dtype[Any] = np.dtype(found)
         return extended
+
+
+def without_metadata(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The same dtype without what a library (h5py) has hung on it, and NumPy warns of when it writes a file."""
+    if dtype.names is not None and dtype.fields is not None:
+        fields = [dtype.fields[name] for name in dtype.names]
+        formats = [without_metadata(field[0]) for field in fields]
+        if all(made is field[0] for made, field in zip(formats, fields, strict=True)):
+            return dtype
+        offsets = [field[1] for field in fields]
+        return np.dtype({"names": dtype.names, "formats": formats, "offsets": offsets, "itemsize": dtype.itemsize})
+    if dtype.subdtype is not None:
+        inner = without_metadata(dtype.subdtype[0])
+        return dtype if inner is dtype.subdtype[0] else np.dtype((inner, dtype.subdtype[1]))
+    return dtype if dtype.metadata is None else np.dtype(dtype.str)
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:

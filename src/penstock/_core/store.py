@@ -14,16 +14,17 @@ from penstock._core.arena import AnyArena
 from penstock._core.budget import format_bytes
 from penstock._core.cache import INDEX_BYTES, RANDOM, Cache, CacheWarning, RamStore, Store
 from penstock._core.cache_device import STATE_BYTES, DeviceStore
-from penstock._core.cache_disk import DiskStore
+from penstock._core.cache_disk import DiskFull, DiskStore, as_kept
 from penstock._core.cache_heap import HEAP_INDEX_BYTES, HeapStore
-from penstock._core.cache_key import identify
-from penstock._core.errors import CacheError, PenstockError, SpecError
+from penstock._core.cache_key import Identity, identify
+from penstock._core.errors import PenstockError, SpecError
 from penstock._core.layout import Layout
 from penstock._core.options import Options
 from penstock._core.patience import users_level
 from penstock._core.plan import CACHE_LEAVES, Plan
 from penstock._core.program import Probe, Program
 from penstock._core.schedule import Schedule
+from penstock._core.spec import Spec
 from penstock._core.task import Mode
 
 __all__ = ["Keeping"]
@@ -56,7 +57,10 @@ class Keeping:
                 return cls(None, note)
         source = options.source
         if source is not None and source.in_memory and options.load is None and options.cache != "device":
-            return cls(None, "cache: not used, as all rows are in memory already")
+            note = "cache: not used, as all rows are in memory already"
+            if options.cache != "ram":  # which is where they are
+                _warn(note)
+            return cls(None, note)
         if probe.random:
             _warn(RANDOM)
             return cls(None, "cache: not used, as load is random (penstock.rng)")
@@ -79,31 +83,39 @@ class Keeping:
         """Whether what the budget leaves is for kept samples."""
         return self.kind in ("rows", "heap")
 
-    def planned(self, plan: Plan) -> Plan:
-        """The plan with what the cache takes in this process, and a word about it."""
-        if self.kind in ("disk", "device"):
-            index = self.index_bytes
-            if index > plan.free_bytes:
-                items = index // (_STATE_BYTES if self.kind == "disk" else STATE_BYTES)
-                raise CacheError(
-                    f"a cache on {self.kind} has to remember {format_bytes(index)} for {items:,} items, and "
-                    f"the budget of {format_bytes(plan.memory)} has {format_bytes(plan.free_bytes)} left: give more "
-                    "memory, or items that hold several samples each"
-                )
-            plan = dataclasses.replace(
-                plan, parent_bytes=plan.parent_bytes + index, total_bytes=plan.total_bytes + index
-            )
-        return dataclasses.replace(plan, notes=(*plan.notes, self.note)) if self.note else plan
+    def identity(self, options: Options, program: Program) -> Identity | None:
+        """What the samples are made of, if they are kept where they outlive the process."""
+        if self.kind != "disk":
+            return None
+        assert isinstance(options.cache, Cache)
+        return identify(options.items, program.load, key=options.cache.key)
+
+    def spec(self, options: Options, schedule: Schedule, identity: Identity | None, spec: Spec) -> Spec:
+        """The form of samples as they are kept: a folder that is there gives texts as much room as it has for them."""
+        if identity is None:
+            return spec
+        assert isinstance(options.cache, Cache)
+        return as_kept(options.cache, spec, identity, items=schedule.length or 0, each=options.each or 1)
 
     def maker(
-        self, options: Options, schedule: Schedule, program: Program, *, probe: Probe, plan: Plan, layout: Layout
+        self,
+        options: Options,
+        schedule: Schedule,
+        identity: Identity | None,
+        *,
+        probe: Probe,
+        plan: Plan,
+        layout: Layout,
     ) -> Callable[[AnyArena], Store | None] | None:
-        """What makes the store once there is an arena."""
+        """What makes the store once there is an arena; OtherWidths if ``spec`` says something else by now."""
         items, each = schedule.length or 0, options.each or 1
-        if self.kind == "disk":
+        if identity is not None:
             assert isinstance(options.cache, Cache)
-            identity = identify(options.items, program.load, key=options.cache.key)
-            disk = DiskStore(options.cache, layout, identity, items=items, each=each)
+            try:
+                disk = DiskStore(options.cache, layout.spec, identity, items=items, each=each)
+            except DiskFull as error:
+                _warn(f"{error}. All samples are loaded every time; make room and start again to have them kept")
+                return None
             for warning in disk.warnings:
                 _warn(warning)
             return lambda _: disk
