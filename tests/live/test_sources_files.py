@@ -299,6 +299,7 @@ class DeadlyReader:
     [
         ([np.zeros((2, 3)), np.zeros((2, 4))], r"1\.npy' has rows of float64\[4\], but .*0\.npy' has .*float64\[3\]"),
         ([np.zeros(2), np.zeros(2, np.float32)], r"1\.npy' has rows of float32\[\]"),
+        ([np.zeros(2, "<i4"), np.zeros(2, ">i4")], r"rows of int32\[\].*, (big|little)-endian"),
         ([np.zeros((2, 3)), np.asfortranarray(np.ones((2, 3)))], r"1\.npy' is in Fortran order.*ascontiguousarray"),
         ([np.zeros(2), np.array(3.0)], r"1\.npy' has no axis"),
         ([np.zeros(2), np.array([None, 1])], r"1\.npy' holds Python objects"),
@@ -309,6 +310,20 @@ def test_files_that_do_not_go_together_are_refused_by_name(arrays: Any, message:
         np.save(tmp_path / f"{number}.npy", array)
     with pytest.raises(SpecError, match=message):
         penstock.arrays(sorted(tmp_path.glob("*.npy")))
+
+
+def test_a_file_that_was_replaced_by_one_of_another_form_fails_by_name(tmp_path: Path) -> None:
+    """Its bytes would be read as if they were of the old form: numbers that nobody wrote."""
+    path = tmp_path / "x.npy"
+    np.save(path, np.arange(8, dtype=np.float32))
+    source = penstock.arrays(path)
+    np.save(path, np.arange(16, dtype=np.float32))  # rows that came behind change nothing
+    with feed_of("inline", source) as feed:
+        assert [int(x) for batch in feed for x in batch] == list(range(8))
+    np.save(path, np.arange(8, dtype=np.int64))
+    for shuffle in (False, True):
+        with pytest.raises(LoadError, match=r"x\.npy' has rows of int64\[\] by now, but had rows of float32\[\]"):
+            whole("inline", source, shuffle=shuffle)
 
 
 def test_what_is_no_npy_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -339,6 +354,24 @@ def test_a_null_fails_for_its_row_and_is_none_for_a_load(tmp_path: Path) -> None
         assert [batch.tolist() for batch in feed] == [[1, 2, -1, 4]]
 
 
+@pytest.mark.parametrize("crew", ["inline", "process"])
+def test_a_null_beside_text_is_told_like_any_other(crew: str, tmp_path: Path) -> None:
+    """Rows with text go another way to a batch: there a None was another tree than the first sample's."""
+    pa = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
+    words = pa.array(["a", "b", "c", None]).dictionary_encode()
+    pq.write_table(pa.table({"x": [1, None, 3, 4], "word": words}), tmp_path / "a.parquet")
+    source = penstock.parquet(tmp_path / "a.parquet")
+    assert _skipped(source, crew=crew) == (2, [Row(str(tmp_path / "a.parquet"), row) for row in (1, 3)])
+    with pytest.raises(LoadError, match=r"row 1 of .*a\.parquet.*column 'x' is null: fill it in"):
+        whole(crew, source)
+    only = penstock.parquet(tmp_path / "a.parquet", ["word"])
+    with pytest.raises(LoadError, match=r"row 3 of .*a\.parquet.*column 'word' is null: fill it in"):
+        whole(crew, only)
+    with feed_of(crew, only, lambda row: row["word"] or "none") as feed:
+        assert [list(batch) for batch in feed] == [["a", "b", "c", "none"]]
+
+
 def test_lists_of_varying_length_are_padded_or_refused(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
     pq = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
@@ -365,6 +398,10 @@ def test_a_row_group_larger_than_what_is_held_is_walked_in_pieces(tmp_path: Path
     np.testing.assert_array_equal(x, numbers)
     some = np.array([199_999, 3, 149_999, 150_000, 3, 77_777])
     assert [int(row["y"]) for row in source.reader().read(some)] == (-some).tolist()
+    some = np.array([3, 3, 5])  # as far from each other as three neighbours
+    for held in (4096, "64 MiB"):
+        reader = penstock.parquet(tmp_path / "a.parquet", held=held).reader()
+        assert [int(row["x"]) for row in reader.read(some)] == some.tolist()
 
 
 def drawn_arrays(feed: Any) -> list[Any]:
@@ -420,6 +457,13 @@ def test_files_of_other_columns_and_broken_files_are_named(tmp_path: Path) -> No
         penstock.parquet(tmp_path / "c.parquet")
     with pytest.raises(TypeError, match=r"columns='x' must be a list"):
         penstock.parquet(tmp_path / "a.parquet", "x")
+    with pytest.raises(SpecError, match=r"columns=\[...\] has 'x' more than once"):
+        penstock.parquet(tmp_path / "a.parquet", ["x", "x"])
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2]), pa.array([3])], ["x", "x", "y"])
+    pq.write_table(twice, tmp_path / "d.parquet")
+    with pytest.raises(SpecError, match=r"d\.parquet' has 2 columns called 'x'"):
+        penstock.parquet(tmp_path / "d.parquet")
+    assert [int(row["y"]) for row in whole("inline", penstock.parquet(tmp_path / "d.parquet", ["y"]))] == [3]
 
 
 def test_a_row_group_that_is_damaged_fails_for_its_rows_alone(tmp_path: Path) -> None:
@@ -436,6 +480,86 @@ def test_a_row_group_that_is_damaged_fails_for_its_rows_alone(tmp_path: Path) ->
     path.write_bytes(data)
     count, items = _skipped(penstock.parquet(path), crew="process", batch_size=8)
     assert (count, [row.row for row in items]) == (30, list(range(20, 30)))
+
+
+def _overwrite(path: Path, group: int) -> None:
+    """Damage the first column of a row group."""
+    import pyarrow.parquet as pq
+
+    chunk = pq.read_metadata(path).row_group(group).column(0)
+    with path.open("r+b") as file:
+        file.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
+        file.write(b"\xff" * 20)
+
+
+@pytest.mark.parametrize("crew", ["inline", "process"])
+@pytest.mark.parametrize("shuffle", [False, True], ids=["order", "shuffle"])
+def test_a_damaged_first_row_group_with_text_fails_for_its_rows_alone(crew: str, shuffle: bool, tmp_path: Path) -> None:
+    """How long texts are is learned from rows beforehand, where on_error has no say."""
+    pa = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"s": ["w"] * 50, "x": range(50)}), path, row_group_size=10)
+    _overwrite(path, 0)
+    count, items = _skipped(penstock.parquet(path), crew=crew, shuffle=shuffle, batch_size=8)
+    assert (count, sorted(row.row for row in items)) == (40, list(range(10)))
+    in_pieces = penstock.parquet(path, held=1)
+    assert _skipped(in_pieces, crew=crew, shuffle=shuffle, batch_size=8)[0] == 40
+    for source in (penstock.parquet(path), in_pieces):
+        with pytest.raises(LoadError, match=r"row \d of .*a\.parquet.*row group 0 of .* cannot be read"):
+            whole(crew, source, shuffle=shuffle)
+    for group in range(1, 5):
+        _overwrite(path, group)
+    with pytest.raises(SpecError, match=r"no row group of .*a\.parquet' can be read"):
+        whole(crew, penstock.parquet(path), on_error="skip")
+
+
+@pytest.mark.parametrize("held", [1, "64 MiB"])
+def test_a_row_group_that_finds_no_room_is_not_taken_for_a_damaged_one(
+    held: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What finds no memory in a worker is tried in a fresh one, what is damaged is not."""
+    pa = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
+    from penstock._core import parquet as module
+
+    pq.write_table(pa.table({"x": range(10)}), tmp_path / "a.parquet")
+    reader = penstock.parquet(tmp_path / "a.parquet", held=held).reader()
+
+    def full(*_: Any) -> Any:
+        raise pa.lib.ArrowMemoryError("malloc of size 1 failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_opened", full)
+        with pytest.raises(MemoryError, match="malloc of size 1 failed"):
+            reader.read(np.arange(3))
+    assert [int(row["x"]) for row in reader.read(np.arange(3))] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("arrow", [False, True], ids=["parquet", "arrow"])
+def test_to_learn_how_long_texts_are_takes_little_memory(
+    arrow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row group may be as large as the budget, and what the parent decodes of it nobody has planned."""
+    pa = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.random.default_rng(0).random(2_000_000)), 1000)
+    raw = [bytes(10_000)] * 1999 + [bytes(100_000)]
+    table = pa.table({"v": vectors, "s": ["x"] * 500 + ["long" * 50] * 1500, "raw": raw})
+    path = tmp_path / ("a.arrow" if arrow else "a.parquet")
+    if arrow:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        pq.write_table(table, path, use_dictionary=False, write_batch_size=32)  # pages of 1 MiB, not of 1024 rows
+    source = penstock.parquet(path, ["v", "s"])
+    pool = pa.proxy_memory_pool(pa.system_memory_pool())
+    monkeypatch.setattr(pa, "system_memory_pool", lambda: pool)
+    assert [leaf.shape for leaf in source.spec().leaves] == [(512,), (1000,)]
+    assert [leaf.shape for leaf in penstock.parquet(path, ["raw"]).spec().leaves] == [(32768,)]
+    if not arrow:  # batches of Arrow files are looked at where they lie
+        assert pool.max_memory() > 0
+    assert pool.max_memory() < 4 * 2**20
 
 
 # ---------------------------------------- hdf5
@@ -502,6 +626,8 @@ def test_a_sample_that_lacks_a_member_fails_by_its_key(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"sample '2' of '.*a\.tar'.*no member \.b, only \.a.*extensions"):
         whole("inline", source)
     only = penstock.tar(path, ["a"])
+    with pytest.raises(LoadError, match=r"sample '3' of .*it has no member \.a: say which"):
+        whole("inline", only)
     assert _skipped(only, crew="inline") == (2, [only.carried(np.array([2]))[0]])
 
 

@@ -96,8 +96,42 @@ def test_a_flat_folder_and_a_list_of_files_have_no_labels(folder: Path) -> None:
     assert str(penstock.images([folder / "cats" / "00.png"], (4, 6)).spec()) == "uint8[4, 6, 3]"
 
 
+def test_what_is_hidden_is_no_class(folder: Path) -> None:
+    """A notebook leaves folders behind, which would shift every label."""
+    hidden = folder / ".ipynb_checkpoints"
+    hidden.mkdir()
+    picture(0).save(hidden / "a.png")
+    source = penstock.images(folder, 8, labels=True)
+    assert (source.classes, len(source)) == (("cats", "dogs", "eels"), 12)
+
+
+def test_pictures_beside_folders_of_classes_are_told(folder: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Without a word, a batch would have lost its labels because of one stray file."""
+    picture(0).save(folder / "stray.png")
+    with pytest.warns(UserWarning, match=r"1 of the 13 pictures in .*\('stray\.png'\).*no labels.*labels=False"):
+        assert penstock.images(folder, 8).classes == ()
+    recwarn.clear()
+    assert len(penstock.images(folder, 8, labels=False)) == 13
+    assert len(penstock.images(folder, 8, labels=range(13))) == 13
+    assert not recwarn.list
+
+
+def test_a_link_that_leads_back_is_refused_by_name(folder: Path) -> None:
+    (folder / "cats" / "itself").symlink_to("itself")
+    assert len(penstock.images(folder, 8)) == 12
+    (folder / "dogs" / "back").symlink_to(folder)
+    with pytest.raises(SpecError, match=r"dogs/back' leads back to a folder above it.*list of files"):
+        penstock.images(folder, 8)
+
+
+@pytest.mark.parametrize(("wide", "high", "size"), [(1, 1, (100, 20)), (3000, 1, (100, 20)), (12, 10, (300, 7))])
+def test_a_crop_of_any_shape_keeps_a_pixel(wide: int, high: int, size: tuple[int, int], tmp_path: Path) -> None:
+    Image.new("RGB", (wide, high), (9, 8, 7)).save(tmp_path / "a.png")
+    assert (only(tmp_path / "a.png", size, fit="crop") == (9, 8, 7)).all()
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["jpg", "png"])
+@pytest.mark.parametrize("kind", ["jpg", "png", "tif"])
 def test_a_picture_is_turned_as_its_exif_says(orientation: int, kind: str, tmp_path: Path) -> None:
     """Photos of telephones lie on their side otherwise."""
     exif = Image.Exif()

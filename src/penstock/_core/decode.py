@@ -95,11 +95,11 @@ class Decoder:
         """The same for all that Pillow reads."""
         try:
             with self._pil.open(io.BytesIO(data)) as image:
-                orientation = _turn(image)
                 if image.format == "JPEG":
-                    by = self._reduction(image.height, image.width, orientation)
+                    by = self._reduction(image.height, image.width, _turn(image))
                     image.draft(None, (-(-image.width // by), -(-image.height // by)))
-                return self._rgb(image), orientation
+                image.load()  # before it is asked how it is to be turned: a TIFF is turned by this, and says so
+                return self._rgb(image), _turn(image)
         except self._pil.DecompressionBombError:
             raise
         except (OSError, ValueError, SyntaxError, EOFError) as error:  # of a BytesIO, whose name helps nobody
@@ -133,7 +133,7 @@ class Decoder:
         height, width = picture.shape[:2]
         if self.fit == "crop":
             scale = self._scale(height, width, orientation)
-            tall, broad = min(height, round(high / scale)), min(width, round(wide / scale))
+            tall, broad = max(1, min(height, round(high / scale))), max(1, min(width, round(wide / scale)))
             top, left = (height - tall) // 2, (width - broad) // 2
             picture = picture[top : top + tall, left : left + broad]
         elif self.fit == "pad":

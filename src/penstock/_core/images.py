@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -123,11 +124,11 @@ def images(
     """A source over pictures: a folder with a subfolder for each class, a folder without, or a list of files.
 
     Samples are ``uint8[height, width, 3]`` in RGB, or pairs of that and a label. ``size`` is (height, width). Labels
-    come from the names of the subfolders where all pictures are in some (``labels=False`` does without, ``True``
-    insists), or are given, one for each file of a list. ``fit`` says what becomes of another shape: "stretch",
-    "crop" (what stands out is cut off at both sides) or "pad" (filled up with black). JPEGs are decoded at a half, a
-    quarter or an eighth where that is still large enough; ``antialias`` averages the rest of the way, which takes
-    longer. Needs ``pip install "penstock[images]"``.
+    come from the names of the subfolders where all pictures are in some (where only a part is, there are none, with a
+    warning; ``labels=False`` does without, ``True`` insists), or are given, one for each file of a list. ``fit`` says
+    what becomes of another shape: "stretch", "crop" (what stands out is cut off at both sides) or "pad" (filled up with
+    black). JPEGs are decoded at a half, a quarter or an eighth where that is still large enough; ``antialias`` averages
+    the rest of the way, which takes longer. Needs ``pip install "penstock[images]"``.
     """
     decoder = Decoder(_size(size), fit=_fit(fit), antialias=bool(antialias))
     if isinstance(folder, str | os.PathLike):
@@ -158,6 +159,14 @@ def _of_folder(folder: str, labels: bool | Sequence[int] | None, decoder: Decode
             f"{shown(folder)} has {len(loose)} pictures outside of any subfolder, {shown(loose[0])} first, which have "
             "no class: move them, or use labels=False"
         )
+    if loose and len(loose) < len(names) and labels is None:
+        few = ", ".join(map(shown, loose[:3])) + (", ..." if len(loose) > 3 else "")
+        warnings.warn(
+            f"{len(loose)} of the {len(names)} pictures in {shown(folder)} lie beside its subfolders ({few}), so there "
+            "are no classes and no labels: move them for labels, or say labels=False",
+            UserWarning,
+            stacklevel=3,
+        )
     if loose or labels is False:
         return Images(paths, None, (), decoder)
     classes = sorted(set(tops))
@@ -165,16 +174,31 @@ def _of_folder(folder: str, labels: bool | Sequence[int] | None, decoder: Decode
     return Images(paths, np.array([numbers[top] for top in tops], _LABEL), tuple(classes), decoder)
 
 
-def _walk(folder: str, below: str) -> Iterator[str]:
-    """The pictures below a folder, by name: the same order on every file system."""
-    with os.scandir(os.path.join(folder, below)) as found:
-        entries = sorted((entry.name, entry.is_dir()) for entry in found)
+def _walk(folder: str, below: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
+    """The pictures below a folder, by name: the same order on every file system. What is hidden is left out."""
+    here = os.path.join(folder, below)
+    about = os.stat(here)
+    itself = about.st_dev, about.st_ino
+    if itself in above:
+        raise SpecError(
+            f"{shown(here.rstrip(os.sep))} leads back to a folder above it, so there is no end of pictures: remove "
+            "that link, or give a list of files"
+        )
+    with os.scandir(here) as found:
+        entries = sorted((entry.name, _is_folder(entry)) for entry in found if not entry.name.startswith("."))
     for name, is_folder in entries:
         path = os.path.join(below, name)
         if is_folder:
-            yield from _walk(folder, path)
-        elif name.lower().endswith(SUFFIXES) and not name.startswith("."):
+            yield from _walk(folder, path, (*above, itself))
+        elif name.lower().endswith(SUFFIXES):
             yield path
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def _size(size: Any) -> tuple[int, int]:

@@ -54,7 +54,7 @@ from penstock._core.plan import (
 from penstock._core.program import Into, Pad, Probe, Program, Setup, as_texts
 from penstock._core.schedule import Cut, Schedule
 from penstock._core.sharing import obstacle_to_threads, unchanging_kind
-from penstock._core.source import Scatters
+from penstock._core.source import Reader, Scatters, Source
 from penstock._core.spec import Cast, Spec, row_bytes
 from penstock._core.stats import Stats
 from penstock._core.store import Keeping
@@ -289,7 +289,7 @@ def _program(options: Options, inside: int, *, tries_threads: bool) -> Program:
         mode = Mode.ROWS if options.collate is None else Mode.FLOW if options.skips else Mode.WHOLE
     return Program(
         options.load,
-        None if source is None or travels else source.reader(),
+        None if source is None or travels else _reader(options, source),
         mode,
         options.collate,
         each,
@@ -302,6 +302,13 @@ def _program(options: Options, inside: int, *, tries_threads: bool) -> Program:
         _decides(options),
         tries_threads,
     )
+
+
+def _reader(options: Options, source: Source) -> Reader:
+    reader = source.reader()
+    bare: Callable[[], Reader] | None = getattr(reader, "bare", None)
+    taken_as_they_are = options.load is None and (options.collate is None or isinstance(options.collate, Pad))
+    return bare() if bare is not None and taken_as_they_are else reader
 
 
 def _decides(options: Options) -> bool:

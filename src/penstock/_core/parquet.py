@@ -1,17 +1,20 @@
 """Parquet and Arrow files as a source, thin over pyarrow: rows as dicts, row groups decoded once and kept for a while.
 
-The parent reads schemas and the sizes of row groups (record batches, in Arrow files), never rows. A worker decodes the
-row groups that its rows are in, each once for all rows of a task, and keeps the last ones within ``held`` bytes. One
-that is larger than that is walked over in pieces: in order that costs no more, at random it does.
+The parent reads schemas and the sizes of row groups (record batches, in Arrow files), and of texts as much as shows how
+long they are. A worker decodes the row groups that its rows are in, each once for all rows of a task, and keeps the last
+ones within ``held`` bytes. One that is larger than that is walked over in pieces: in order that costs no more, at random
+it does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
+import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -31,6 +34,11 @@ Indices = npt.NDArray[np.int64]
 ARROW_SUFFIXES: Final = (".arrow", ".feather", ".ipc")
 PIECE_BYTES: Final = 4 * 2**20  # of a row group that is too large to be kept, what is decoded at once
 TEXT_BYTES: Final = 64  # what a text is taken for where nobody has said how long it is
+# What is looked at of texts to see how long they are: so many row groups, of each so many rows or so much.
+LOOK_GROUPS: Final = 4
+LOOK_ROWS: Final = 2048
+LOOK_BYTES: Final = 2**20
+LOOK_STEP: Final = 32  # rows that are decoded at once for that: some are as large as pictures
 
 
 def parquet(paths: Path | Sequence[Path], columns: Sequence[str] | None = None, *, held: Size = "64 MiB") -> Parquet:
@@ -125,13 +133,27 @@ class _Group(NamedTuple):
     nbytes: int
 
 
+_opening: Final = threading.Lock()
+
+
+def _opened(pa: Any, path: str) -> Any:
+    """A Parquet file, decoded into malloc's memory, as Arrow files are."""
+    with _opening:  # a file takes the pool that is the default when it is opened: it cannot be told which
+        others = pa.default_memory_pool()
+        pa.set_memory_pool(pa.system_memory_pool())
+        try:
+            return pa.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+        finally:
+            pa.set_memory_pool(others)
+
+
 class ParquetReader:
     """Decodes row groups and takes rows from them; keeps some for the next task."""
 
     def __init__(self, names: tuple[str, ...], columns: tuple[_Column, ...], groups: Sequence[_Group], starts: Indices,
-                 *, nested: bool, held_bytes: int) -> None:  # fmt: skip
+                 *, nested: bool, held_bytes: int, nulls: bool = True) -> None:  # fmt: skip
         self._names, self._columns, self._groups, self._starts = names, columns, groups, starts
-        self._nested, self._held_bytes = nested, held_bytes
+        self._nested, self._held_bytes, self._nulls = nested, held_bytes, nulls
         self._pa = library("pyarrow", "pyarrow", extra="parquet")
         library("pyarrow.parquet", "pyarrow", extra="parquet")
         library("pyarrow.compute", "pyarrow", extra="parquet")
@@ -141,7 +163,13 @@ class ParquetReader:
         self._walk: _Walk | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (self._names, self._columns, self._groups, self._starts, self._nested, self._held_bytes)
+        return _made, (
+            self._names, self._columns, self._groups, self._starts, self._nested, self._held_bytes, self._nulls
+        )  # fmt: skip
+
+    def bare(self) -> ParquetReader:
+        """The same where no load comes after it: nobody would know what to do with a null."""
+        return _made(self._names, self._columns, self._groups, self._starts, self._nested, self._held_bytes, False)
 
     def close(self) -> None:
         """Let go of what was kept."""
@@ -163,7 +191,7 @@ class ParquetReader:
                     rows[places] = cast
 
     def read(self, indices: Indices) -> list[Any]:
-        """The rows as dicts; None where there is a null."""
+        """The rows as dicts; None where there is a null, or ValueError if nobody takes it."""
         rows: list[Any] = [None] * len(indices)
         for table, places in self._tables(indices):
             columns = [(column.path, self._values(_at(table, column.path), column)) for column in self._columns]
@@ -173,10 +201,12 @@ class ParquetReader:
 
     def _values(self, found: Any, column: _Column) -> Sequence[Any] | Array:
         """The values of a column, one for each row."""
+        if found.null_count and not self._nulls:
+            raise _null(column, "is null")
         if column.kind != "array":
             texts: list[Any] = found.to_pylist()
             return texts
-        if column.shape is not None and found.null_count == 0 and not self._inner_nulls(found):
+        if column.shape is not None and not (self._nulls and (found.null_count or self._inner_nulls(found))):
             return self._array(found, column)
         if column.shape == ():
             return [None if value is None else np.asarray(value, column.dtype)[()] for value in found.to_pylist()]
@@ -185,8 +215,10 @@ class ParquetReader:
     def _array(self, found: Any, column: _Column) -> Array:
         """A column of numbers as one array."""
         rows = len(found)
-        if found.null_count or self._inner_nulls(found):
+        if found.null_count:
             raise _null(column, "is null")
+        if self._inner_nulls(found):
+            raise _null(column, "has a null in its list")
         while self._pa.types.is_fixed_size_list(found.type):
             found = found.flatten()
         values: Array = found.to_numpy(zero_copy_only=False)
@@ -212,7 +244,7 @@ class ParquetReader:
         for start, stop in itertools.pairwise(cuts):
             number = int(numbers[start])
             own = ordered[start:stop] - self._starts[number]
-            yield self._plain(self._rows(number, own)), order[start:stop]
+            yield self.plain(self._rows(number, own)), order[start:stop]
 
     def _rows(self, number: int, own: Indices) -> Any:
         """Rows of one row group at sorted places."""
@@ -221,15 +253,23 @@ class ParquetReader:
             if self._walk is None or self._walk.number != number or self._walk.at > own[0]:
                 self._walk = None  # first, so that two are never held
                 self._walk = _Walk(number, self._pieces(group, int(self._starts[number + 1] - self._starts[number])))
-            return self._walk.take(self._pa, own)
+            try:
+                return self._pa.concat_tables([self._picked(piece, places) for piece, places in self._walk.take(own)])
+            except (self._pa.ArrowException, OSError) as error:
+                self._walk = None  # it has ended there
+                raise _unreadable(group, error) from error
         table = self._kept.get(number)
         if table is None:
             self._make_room(group.nbytes)
             table = self._kept[number] = self._decoded(group)
         self._kept.move_to_end(number)
-        if own[-1] - own[0] == len(own) - 1:
-            return table.slice(int(own[0]), len(own))
-        return table.take(self._pa.array(own))
+        return self._picked(table, own)
+
+    def _picked(self, table: Any, places: Indices) -> Any:
+        """Rows at sorted places; neighbours are not copied."""
+        if places[-1] - places[0] == len(places) - 1 and (len(places) < 3 or (np.diff(places) == 1).all()):
+            return table.slice(int(places[0]), len(places))
+        return self._pa.compute.take(table, self._pa.array(places), memory_pool=self._pool)
 
     def _make_room(self, size: int) -> None:
         while self._kept and sum(table.nbytes for table in self._kept.values()) + size > self._held_bytes:
@@ -243,23 +283,38 @@ class ParquetReader:
                 with pa.OSFile(group.path) as file:
                     found = pa.ipc.open_file(file, options=options, memory_pool=self._pool)
                     return pa.Table.from_batches([found.get_batch(group.number)]).select(self._names)
-            with self._open(group.path) as file:
+            with _opened(self._pa, group.path) as file:
                 return file.read_row_group(group.number, columns=list(self._names), use_threads=False)
         except (pa.ArrowException, OSError) as error:
-            raise OSError(f"row group {group.number} of {shown(group.path)} cannot be read: {error}") from error
-
-    def _open(self, path: str) -> Any:
-        return self._pa.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+            raise _unreadable(group, error) from error
 
     def _pieces(self, group: _Group, rows: int) -> Iterator[Any]:
         size = max(1, rows * PIECE_BYTES // max(1, group.nbytes))
-        with self._open(group.path) as file:
+        with _opened(self._pa, group.path) as file:
             for batch in file.iter_batches(
                 size, row_groups=[group.number], columns=list(self._names), use_threads=False
             ):  # fmt: skip
                 yield self._pa.Table.from_batches([batch])
 
-    def _plain(self, table: Any) -> Any:
+    def some(self, group: _Group, columns: list[str]) -> Generator[Any, None, None]:
+        """The first rows of a row group, few at a time and only these columns: as little as can be decoded."""
+        pa = self._pa
+        if not group.path.endswith(ARROW_SUFFIXES):
+            with _opened(self._pa, group.path) as file:
+                for batch in file.iter_batches(
+                    LOOK_STEP, row_groups=[group.number], columns=columns, use_threads=False
+                ):
+                    yield pa.Table.from_batches([batch])
+            return
+        with pa.memory_map(group.path) as file:
+            tops = {name.partition(".")[0] for name in columns} | set(columns)
+            places = [place for place, name in enumerate(pa.ipc.open_file(file).schema.names) if name in tops]
+            options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=places)
+            batch = pa.ipc.open_file(file, options=options, memory_pool=self._pool).get_batch(group.number)
+            for start in range(0, batch.num_rows, LOOK_STEP):
+                yield pa.Table.from_batches([batch.slice(start, LOOK_STEP)])
+
+    def plain(self, table: Any) -> Any:
         """The same with one chunk a column, without dictionaries, extensions and structs."""
         pa = self._pa
         while self._nested and any(pa.types.is_struct(field.type) for field in table.schema):
@@ -270,8 +325,8 @@ class ParquetReader:
                 column = column.cast(column.type.value_type)
             if isinstance(column.type, pa.BaseExtensionType):
                 column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
-            columns.append(column.combine_chunks() if column.num_chunks != 1 else column.chunk(0))
-        flat = [c.combine_chunks() if isinstance(c, pa.ChunkedArray) else c for c in columns]
+            columns.append(column.combine_chunks(self._pool) if column.num_chunks != 1 else column.chunk(0))
+        flat = [c.combine_chunks(self._pool) if isinstance(c, pa.ChunkedArray) else c for c in columns]
         return dict(zip(table.column_names, flat, strict=True))
 
 
@@ -285,29 +340,35 @@ class _Walk:
         self._pieces = pieces
         self._piece: Any = None
 
-    def take(self, pa: Any, own: Indices) -> Any:
-        """Rows at sorted places, none of them before ``at``."""
-        taken = []
+    def take(self, own: Indices) -> Iterator[tuple[Any, Indices]]:
+        """The pieces that have rows at these sorted places, none of them before ``at``, and the places inside."""
         left = own
         while len(left):
             if self._piece is not None:
                 inside = left[left < self.at + self._piece.num_rows]
                 if len(inside):
-                    taken.append(self._piece.take(pa.array(inside - self.at)))
+                    yield self._piece, inside - self.at
                     left = left[len(inside) :]
                     continue
                 self.at += self._piece.num_rows
                 self._piece = None
             self._piece = next(self._pieces)
-        return pa.concat_tables(taken)
 
 
-def _made(names: Any, columns: Any, groups: Any, starts: Any, nested: bool, held_bytes: int) -> ParquetReader:
-    return ParquetReader(names, columns, groups, starts, nested=nested, held_bytes=held_bytes)
+def _made(
+    names: Any, columns: Any, groups: Any, starts: Any, nested: bool, held_bytes: int, nulls: bool
+) -> ParquetReader:  # fmt: skip
+    return ParquetReader(names, columns, groups, starts, nested=nested, held_bytes=held_bytes, nulls=nulls)
 
 
 def _at(table: dict[str, Any], path: tuple[str, ...]) -> Any:
     return table[".".join(path)]
+
+
+def _unreadable(group: _Group, error: Exception) -> Exception:
+    if isinstance(error, MemoryError):  # Arrow's is one: a worker that has more room may read it
+        return MemoryError(str(error))
+    return OSError(f"row group {group.number} of {shown(group.path)} cannot be read: {error}")
 
 
 def _row_of(value: Any, column: _Column) -> Array | None:
@@ -376,6 +437,7 @@ class Parquet:
         self._counts = counts
         self._held = held_bytes
         self._nested = any(len(column.path) > 1 for column in self._columns)
+        self._longest: dict[str, int] | None = None
 
     def _look(self, path: str, columns: tuple[str, ...] | None) -> tuple[Any, list[tuple[int, int]]]:
         """The schema of a file, and for each row group its rows and about what they take when decoded."""
@@ -386,7 +448,7 @@ class Parquet:
                     found = pa.ipc.open_file(file)
                     batches = [found.get_batch(number) for number in range(found.num_record_batches)]
                     return found.schema, [(batch.num_rows, batch.nbytes) for batch in batches]
-            with pa.parquet.ParquetFile(path) as file:
+            with _opened(pa, path) as file:
                 schema, meta = file.schema_arrow, file.metadata
                 groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
                 return schema, [(group.num_rows, _decoded_bytes(group, schema, columns)) for group in groups]
@@ -400,6 +462,14 @@ class Parquet:
             raise SpecError(f"{shown(self.paths[0])} has no column {missing[0]!r}: it has {', '.join(first.names)}")
         if not names:
             raise SpecError(f"{shown(self.paths[0])} has no columns")
+        for path, schema in zip(self.paths, schemas, strict=True):
+            if twice := [name for name in names if schema.names.count(name) > 1]:
+                raise SpecError(
+                    f"{shown(path)} has {schema.names.count(twice[0])} columns called {twice[0]!r}: write it with a "
+                    "name for each, or leave them out with columns=[...]"
+                )
+        if twice := [name for name in names if list(names).count(name) > 1]:
+            raise SpecError(f"columns=[...] has {twice[0]!r} more than once: name each column once")
         for path, schema in zip(self.paths, schemas, strict=True):
             for name in names:
                 came = schema.field(name).type if name in schema.names else "missing"
@@ -439,18 +509,54 @@ class Parquet:
 
     def _text_bytes(self, path: tuple[str, ...]) -> int:
         """What a text may take in a slot: twice the longest of some rows."""
-        some = np.unique(np.linspace(0, max(0, min(len(self), self._counts[0]) - 1), 64, dtype=np.int64))
-        longest = 0
-        if len(self):
-            for row in self.reader().read(some):
-                value: Any = row
-                for name in path:
-                    value = value[name]
-                if value is not None:
-                    longest = max(
-                        longest, len(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value)
-                    )
-        return max(TEXT_BYTES, 1 << max(0, 2 * longest - 1).bit_length())
+        if self._longest is None:
+            self._longest = self._look_at_texts()
+        return max(TEXT_BYTES, 1 << max(0, 2 * self._longest.get(".".join(path), 0) - 1).bit_length())
+
+    def _look_at_texts(self) -> dict[str, int]:
+        """For each column of texts the longest of some rows, from row groups all over the files that can be read."""
+        numbers = [number for number, rows in enumerate(self._counts) if rows]
+        spread = [numbers[at] for at in np.unique(np.linspace(0, len(numbers) - 1, LOOK_GROUPS, dtype=int)) if numbers]
+        longest: dict[str, int] = {}
+        seen, failed = 0, None
+        for number in dict.fromkeys([*spread, *numbers]):
+            try:
+                for name, length in self._lengths(self._groups[number]):
+                    longest[name] = max(longest.get(name, 0), length)
+                seen += 1
+            except MemoryError:
+                raise
+            except (self._pa.ArrowException, OSError) as error:  # on_error says what becomes of its rows
+                failed = failed or (self._groups[number], error)
+            if seen == LOOK_GROUPS:
+                break
+        for pool in (self._pa.system_memory_pool(), self._pa.default_memory_pool()):
+            pool.release_unused()
+        if failed and not seen:
+            group, why = failed
+            raise SpecError(
+                f"no row group of {shown(group.path)}{' and the others' if len(self.paths) > 1 else ''} can be read: "
+                f"{why}"
+            ) from why
+        return longest
+
+    def _lengths(self, group: _Group) -> Iterator[tuple[str, int]]:
+        """The lengths of some texts of a row group, by column."""
+        pa = self._pa
+        reader = self.reader()
+        names = [".".join(column.path) for column in self._columns if column.kind != "array"]
+        rows = size = 0
+        with contextlib.closing(reader.some(group, names)) as batches:
+            for batch in batches:
+                table = reader.plain(batch)
+                for name in names:
+                    texts = table[name].cast(pa.large_binary())  # of views nobody tells the length
+                    length = pa.compute.max(pa.compute.binary_length(texts)).as_py() or 0
+                    size += pa.compute.sum(pa.compute.binary_length(texts)).as_py() or 0
+                    yield name, length
+                rows += batch.num_rows
+                if rows >= LOOK_ROWS or size >= LOOK_BYTES:
+                    return
 
     def reader(self) -> ParquetReader:
         """What reads."""

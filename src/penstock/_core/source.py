@@ -12,7 +12,8 @@ What a source may have besides, looked up by name:
 - ``held_bytes``: what its reader keeps for the next task;
 - ``fingerprint()``: which data this is, without reading it.
 
-And a reader: ``single``, True if nothing is gained by reading several rows at once; ``close()``, when a feed is closed.
+And a reader: ``single``, True if nothing is gained by reading several rows at once; ``close()``, when a feed is closed;
+``bare()``, the same for rows that go into a batch as they are, without a load.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import itertools
 import math
 import mmap
 import os
+import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol, overload, runtime_checkable
 
@@ -176,6 +179,24 @@ class _InFile:
     dtype: np.dtype[Any]
     larger_than_ram: bool = False
     """Whether it will have left the page cache before it is read again anyway."""
+    header: int | None = None
+    """The checksum of the header before ``offset``, of a .npy file: what is there now may be another array."""
+
+    def open(self) -> int:
+        """A descriptor of the file; ValueError if it holds rows of another form by now."""
+        fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+        try:
+            if self.header is not None and zlib.crc32(os.read(fd, self.offset)) != self.header:
+                now, _ = _header(self.path)
+                if (now.offset, now.shape, now.dtype) != (self.offset, self.shape, self.dtype):
+                    raise ValueError(
+                        f"{shown(self.path)} has rows of {_form(now)} by now, but had rows of {_form(self)} when the "
+                        "source was made: make it anew"
+                    )
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def tell(self, indices: Indices, *, absent: bool = False) -> None:
         """Have the kernel begin to read these rows, which are sorted, and do not wait for it.
@@ -204,7 +225,7 @@ class _InFile:
             out[places] = rows
             return
         view = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # as below
-        fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        fd = self.open()
         try:
             cuts = np.flatnonzero(np.diff(indices) != 1) + 1
             runs = np.split(np.arange(len(indices)), cuts)
@@ -226,7 +247,7 @@ class _InFile:
         if row_bytes == 0:
             return
         view = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # numpy 2.4 does not say Buffer on 3.11
-        fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+        fd = self.open()
         try:
             dense = self.stride == row_bytes
             cuts = np.flatnonzero(np.diff(indices) != 1) + 1 if dense else np.arange(1, len(indices))
@@ -358,6 +379,8 @@ def _header(path: str) -> tuple[_InFile, int]:
             else:
                 raise ValueError(f"version {version} of the format is not read here: save it anew with np.save")
             offset = file.tell()
+            file.seek(0)
+            checksum = zlib.crc32(file.read(offset))
     except ValueError as error:
         raise SpecError(f"{shown(path)} is not a .npy file that can be read by rows: {error}") from error
     if dtype.hasobject or not shape or (fortran and len(shape) > 1):
@@ -369,11 +392,12 @@ def _header(path: str) -> tuple[_InFile, int]:
             "per sample, np.save(path, np.ascontiguousarray(array))"
         )
     stride = math.prod(shape[1:]) * dtype.itemsize
-    return _InFile(path, offset, stride, tuple(shape[1:]), dtype), int(shape[0])
+    return _InFile(path, offset, stride, tuple(shape[1:]), dtype, header=checksum), int(shape[0])
 
 
 def _form(file: _InFile) -> str:
-    return f"{file.dtype.name}[{', '.join(map(str, file.shape))}]"
+    order = "" if file.dtype.isnative else f", {'big' if sys.byteorder == 'little' else 'little'}-endian"
+    return f"{file.dtype.name}[{', '.join(map(str, file.shape))}]{order}"
 
 
 def read_exactly(fd: int, view: memoryview, offset: int, path: str, what: str = "the array") -> None:

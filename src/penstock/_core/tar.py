@@ -75,9 +75,10 @@ class TarReader:
             for place, (offset, size) in enumerate(zip(sample.offsets, sample.sizes, strict=True)):
                 if size < 0:
                     has = [e for e, n in zip(self._extensions, sample.sizes, strict=True) if n >= 0]
+                    others = f", only {', '.join(f'.{e}' for e in has)}" if has else ""
                     raise ValueError(
-                        f"it has no member .{self._extensions[place]}, only {', '.join(f'.{e}' for e in has)}: say "
-                        "which to read with extensions=..."
+                        f"it has no member .{self._extensions[place]}{others}: say which to read with extensions=..., "
+                        'or leave such samples out with on_error="skip"'
                     )
                 members.append((sample.path, offset, size, number, place))
         members.sort()
