@@ -1,9 +1,9 @@
 """Parquet and Arrow files as a source, thin over pyarrow: rows as dicts, row groups decoded once and kept for a while.
 
 The parent reads schemas and the sizes of row groups (record batches, in Arrow files), and of texts as much as shows how
-long they are. A worker decodes the row groups that its rows are in, each once for all rows of a task, and keeps the last
-ones within ``held`` bytes. One that is larger than that is walked over in pieces: in order that costs no more, at random
-it does.
+long they are. A worker decodes the row groups that its rows are in, each once for all rows of a task, and keeps the
+last ones within ``held`` bytes. One that is larger than that is walked over in pieces: in order that costs no more, at
+random it does.
 """
 
 from __future__ import annotations
