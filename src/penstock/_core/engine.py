@@ -81,7 +81,9 @@ TASK_ITEM_BYTES: Final = 2**19  # a task is made smaller where its items are lar
 COPY_TASK_BYTES: Final = 4 * 2**20  # the same for samples that only have to be copied
 # Copying a batch of this size takes about as long as telling a worker to, and being told that it was done.
 NEAR_BYTES: Final = 256 * 2**10
-FAR_BYTES: Final = 4 * 2**20  # one of this size is copied faster by several than by one
+FAR_BYTES: Final = 4 * 2**20  # one of this size may be copied faster by several than by one
+COPIES_TRIED: Final = 16  # each way, to see which is faster: that depends on the machine
+TOLD_S: Final = 1e-4  # to tell workers to, and to be told
 COPY_S: Final = 1 / 4e9  # seconds a byte, until it is measured
 LEAST_TEXT_BYTES: Final = 2**18  # of the texts of a task that do not fit into their cells
 # Slots that grew stay so until this many batches would have fitted into what was planned.
@@ -107,6 +109,8 @@ class Unit:
     """What an index is called, where it says little."""
     weight: int = 0
     """Bytes that the items take in this process, where it holds them only for us."""
+    told: int = 0
+    """Parts of it that the system was told of before it began (blocks)."""
     chunks: deque[Chunk] = dataclasses.field(default_factory=deque)
     open: int = 0
     """Tasks that are not accounted for."""
@@ -211,6 +215,10 @@ class Engine:
         """Batches that may share a slot now: more and more, as loads prove to be quick. Without workers there is never
         more than one slot of loads that only seemed to be."""
         self._copy_s = COPY_S  # a byte
+        # By whom large ones were copied, workers or here: how many, and the least seconds a byte; not the mean, for the
+        # first ones touch slots that a process never did.
+        self._copies = [0, 0]
+        self._least_copy_s = [math.inf, math.inf]
         self._gave_at_s = time.perf_counter()
         self._away_s = 0.0
         self._patience = Patience()
@@ -497,7 +505,7 @@ class Engine:
             if here and (self._units or not pull):
                 self._prepared.appendleft(unit)  # copied when it is asked for, it is still warm when it is used
                 break
-            self._begin(unit, here=here)
+            self._begin(unit, here=here, pull=pull)
         if pull and len(self._prepared) < self._ahead and (unit := self._draw(pull, fresh=True)) is not None:
             self._prepared.append(unit)
 
@@ -560,26 +568,35 @@ class Engine:
     def _copies_here(self, unit: Unit) -> bool:
         """Whether everything is kept in memory, and the consumer had better copy it itself than have it copied.
 
-        That is so for small batches, which are copied in the time that messages take; and, of those that are not large,
-        for a consumer that needs batches faster than they can be copied: workers would only take turns with it.
+        That is so for small batches, which are copied in the time that messages take; and for a consumer that needs
+        batches faster than they can be copied: workers would only take turns with it. Large ones are then copied by
+        whoever is faster.
         """
         if self.cache is None or not self.cache.at_hand(unit.indices):
             return False
         if not self.plan.workers or self.plan.batch_bytes <= NEAR_BYTES:
             return True
-        if self.plan.workers > 1 and self.plan.batch_bytes > FAR_BYTES:
-            return False
         size = len(unit.indices) * self._each * self.plan.sample_bytes
-        return self._away_s < size * self._copy_s
+        if self._away_s >= size * self._copy_s:
+            return False
+        if self.plan.workers == 1 or self.plan.batch_bytes <= FAR_BYTES:
+            return True
+        if min(self._copies) < COPIES_TRIED:
+            return self._copies[1] < COPIES_TRIED
+        far_s, near_s = self._least_copy_s
+        return near_s <= far_s + TOLD_S / size
 
     def _copy_here(self, unit: Unit, chunk: Chunk, kept: Shelved) -> None:
         assert self.cache is not None
         began = time.perf_counter()
         self.cache.copy(kept, *self.crew.arena.window(*self._regions[chunk.slot]))
         chunk.rows, unit.open = len(unit.indices) * self._each, 0
-        self._copy_s += 0.2 * ((time.perf_counter() - began) / (chunk.rows * self.plan.sample_bytes) - self._copy_s)
+        took_s = (time.perf_counter() - began) / max(1, chunk.rows * self.plan.sample_bytes)
+        self._copies[1] += 1
+        self._least_copy_s[1] = min(self._least_copy_s[1], took_s)
+        self._copy_s += 0.2 * (took_s - self._copy_s)
 
-    def _begin(self, unit: Unit, *, here: bool) -> None:
+    def _begin(self, unit: Unit, *, here: bool, pull: bool) -> None:
         self._weighs = unit.weight > 0
         count = loaded = len(unit.indices)
         kept: Shelved | None = None
@@ -611,7 +628,9 @@ class Engine:
                 chunk.rows, unit.open = count * self._each, 0
                 self._ledger.done(idents[0])
                 return
-        told = self._told(unit, parts) if self._mixing is not None and self._scatters and left is None else None
+        told = None
+        if self._mixing is not None and self._scatters and left is None:
+            told = self._told(unit, parts, self._following(pull))
         for number, (ident, part) in enumerate(zip(idents, parts, strict=True)):
             start, places = (part.start, None) if isinstance(part, slice) else (0, part)
             part = part if left is None else _row(left[part])  # from here on: which items of the unit
@@ -652,13 +671,29 @@ class Engine:
         block_bytes = max(1, count * self._each * self.plan.sample_bytes // blocks)
         return max(1, min(BLOCK_TASK_BYTES // block_bytes, blocks // (BLOCK_TASKS * max(1, self.plan.workers))))
 
-    def _told(self, unit: Unit, parts: Sequence[Part]) -> list[npt.NDArray[np.int64]]:
-        """What each task is to tell the system of, so that a disk always knows of so many bytes beyond what is read."""
+    def _following(self, pull: bool) -> Unit | None:
+        """The unit that will be begun after this one, drawn now if it may be."""
+        if not self._prepared and pull and (unit := self._draw(pull, fresh=True)) is not None:
+            self._prepared.append(unit)
+        return self._prepared[0] if self._prepared else None
+
+    def _told(self, unit: Unit, parts: Sequence[Part], following: Unit | None) -> list[npt.NDArray[np.int64]]:
+        """What each task is to tell the system of, so that a disk always knows of so many bytes beyond what is read.
+
+        At the end of a unit that is the beginning of the next, for which there is no slot yet: the disk would wait.
+        """
         size = max(1, len(unit.indices) * self._each * self.plan.sample_bytes // len(parts))
         many = max(1, TOLD_BYTES // size)
-        own = [unit.indices[part] for part in parts]
+        upcoming = [unit.indices[part] for part in parts]
+        if following is not None:
+            first = self._parts(following.indices, len(following.indices), following.weight)[:many]
+            upcoming += [following.indices[part] for part in first]
+            following.told = max(0, len(upcoming) - len(parts))
         none = np.empty(0, np.int64)
-        return [np.concatenate(own[: many + 1]), *own[many + 1 :], *[none] * min(many, len(parts) - 1)]
+        now = upcoming[unit.told : many + 1]
+        later = upcoming[max(unit.told, many + 1) : many + len(parts)]
+        told = [np.concatenate(now) if now else none, *later]
+        return [*told, *[none] * (len(parts) - len(told))]
 
     def _chunk(self, tasks: Sequence[int]) -> Chunk:
         batch = self._next_batch
@@ -708,6 +743,10 @@ class Engine:
             self._account(reply.task)
             return
         # Recent tasks count more; the first ones, with cold caches, are soon forgotten.
+        if not count and self.mode is Mode.ROWS and isinstance(part, slice):
+            size = (part.stop - part.start) * self._each * self.plan.sample_bytes * max(1, self.plan.workers)
+            self._copies[0] += unit.open == 0
+            self._least_copy_s[0] = min(self._least_copy_s[0], reply.seconds / max(1, size))
         if count:
             self._row_s = 0.8 * self._row_s + 0.2 * reply.seconds / count
             batch_s = max(self._row_s, reply.seconds / count) * self.plan.batch_size / self._each
