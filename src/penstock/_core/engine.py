@@ -83,7 +83,7 @@ COPY_TASK_BYTES: Final = 4 * 2**20  # the same for samples that only have to be 
 NEAR_BYTES: Final = 256 * 2**10
 FAR_BYTES: Final = 4 * 2**20  # one of this size may be copied faster by several than by one
 COPIES_TRIED: Final = 16  # each way, to see which is faster: that depends on the machine
-TOLD_S: Final = 1e-4  # to tell workers to, and to be told
+MESSAGES_S: Final = 1e-4  # to tell workers to copy, and to be told that it was done
 COPY_S: Final = 1 / 4e9  # seconds a byte, until it is measured
 LEAST_TEXT_BYTES: Final = 2**18  # of the texts of a task that do not fit into their cells
 # Slots that grew stay so until this many batches would have fitted into what was planned.
@@ -137,8 +137,6 @@ class Chunk:
     """What its texts take, which are not in the slot."""
     origin: Origin | None = None
     """Which of its samples are kept on the device: they are not in the slot, where the others stand in a row."""
-    last: bool = False
-    """Whether it is known that its epoch ends with it."""
 
 
 class Engine:
@@ -327,7 +325,7 @@ class Engine:
                     if waited:
                         self.stats.wait_s += time.perf_counter() - began
                     self._measure()
-                    self._turn(found[1], epoch)
+                    self._turn(epoch)
                     self._gave_at_s = time.perf_counter()
                     return found
                 if (self._units[0].epoch != epoch) if self._units else self._exhausted():
@@ -363,26 +361,16 @@ class Engine:
             if slow is not None:  # not within: whoever makes errors of warnings gets one here
                 self._warn_of(*slow)
 
-    def _turn(self, chunk: Chunk, epoch: int) -> None:
+    def _turn(self, epoch: int) -> None:
         """Without workers: load the first batch of the next epoch while the last slot of this one is handed out.
 
         Only what takes no longer than anybody would notice, for the consumer waits meanwhile.
         """
         unit = self._units[0] if self._units and not self.plan.workers and self.mode is Mode.ROWS else None
-        if unit is None or unit.epoch == epoch:
-            return
-        chunk.last = True
-        if not unit.open or len(unit.indices) * self._row_s > TURN_S:
+        if unit is None or unit.epoch == epoch or not unit.open or len(unit.indices) * self._row_s > TURN_S:
             return
         for reply in self.crew.take():
             self._take(reply)
-
-    def turned(self, run: int) -> None:
-        """The last chunk of an epoch was handed out, and known to be the last."""
-        with self._lock, self._section:
-            self._check(run)
-            self._settle()
-            self._ledger.linger()
 
     def lease(self, chunk: Chunk) -> tuple[Any, int] | None:
         """Memory of a chunk whose last reference frees the slot; None when it has to be copied."""
@@ -584,7 +572,7 @@ class Engine:
         if min(self._copies) < COPIES_TRIED:
             return self._copies[1] < COPIES_TRIED
         far_s, near_s = self._least_copy_s
-        return near_s <= far_s + TOLD_S / size
+        return near_s <= far_s + MESSAGES_S / size
 
     def _copy_here(self, unit: Unit, chunk: Chunk, kept: Shelved) -> None:
         assert self.cache is not None

@@ -74,8 +74,6 @@ class Epoch:
         self._given_bytes = 0
         """What was put together for the batch that the consumer has."""
         self._shared: _Shared | None = None
-        self._ends = False
-        """Whether the last batch was handed out, and known to be the last."""
         self._plain = False
         """Whether its batches are handed out as they lie in the slot."""
         self._each = 1 if launched is None else launched.options.each or 1
@@ -145,11 +143,7 @@ class Epoch:
                 return self._slice(size) if shared.rows - shared.at <= size or not self._plain else self._quick(size)
             self._shared = None
         while len(self._assembler) < size:
-            found = None
-            if self._ends:
-                engine.turned(self.run)
-            else:
-                found = engine.next_chunk(self.run, self.number)
+            found = engine.next_chunk(self.run, self.number)
             if found is None:
                 if len(self._assembler) and not launched.options.drop_last:
                     return self._assembled(len(self._assembler))
@@ -186,9 +180,7 @@ class Epoch:
         self._given_bytes = texts_bytes
         row_size = nbytes_of(leaves) // chunk.rows if chunk.origin is None else layout.spec.sample_bytes
         copy_of = chunk if lease is None else None
-        self._shared = _Shared(
-            leaves, row_size, chunk.rows, unit.start, copy_of, chunk.batch, chunk.origin, last=chunk.last
-        )
+        self._shared = _Shared(leaves, row_size, chunk.rows, unit.start, copy_of, chunk.batch, chunk.origin)
         self._plain = copy_of is None and chunk.origin is None and launched.delivery is None
         return self._slice(engine.plan.batch_size)
 
@@ -210,7 +202,6 @@ class Epoch:
             self._note_copy()
         if shared.at == shared.rows:
             self._shared = None
-            self._ends = shared.last
             if shared.copy_of is not None:
                 launched.engine.release(shared.copy_of)
         if launched.delivery is not None:
@@ -489,8 +480,6 @@ class _Shared:
     origin: Origin | None = None
     """Which samples are kept on the device; ``leaves`` are without them."""
     at: int = 0
-    last: bool = False
-    """Whether its epoch ends with it."""
 
     def part(self, rows: int) -> tuple[list[Any], Origin | None]:
         """The leaves of the next so many rows, and where they come from."""
