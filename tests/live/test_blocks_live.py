@@ -361,11 +361,11 @@ def test_what_makes_no_sense_is_refused_at_once(options: dict[str, Any], words: 
 
 
 def _of_any_length(item: int) -> tuple[str, int]:
-    return "word " * (2 + item % 50), item
+    return "word " * (2 + item % 50 * 30), item
 
 
 def _ragged(item: int) -> Any:
-    return np.full(1 + item % 90, item)
+    return np.full(1 + item % 90 * 40, item)
 
 
 def _numbers(batch: Any, load: Any) -> list[int]:
