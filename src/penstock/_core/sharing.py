@@ -150,7 +150,7 @@ class _Look:
             yield f"{name} belongs to a {type(owner).__qualname__}, which threads would share"
         elif _trusted(getattr(function, "__module__", None)):
             if not _known(function):
-                yield f"{name} is {function.__name__}, which changes or shares what belongs to the whole process"
+                yield f"{name} is {function.__module__}.{function.__name__}, which is not known to be safe in threads"
         elif not isinstance(function, types.FunctionType):
             yield f"{name} is not written in Python and not known to be safe in threads"
         elif id(function) not in self._seen:
