@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +19,18 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
-from penstock._bench import faults, harness, memory, report
+from penstock import _cli
+from penstock._bench import faults, harness, memory, report, watch
 from penstock._bench.cases import CASES, COSTS
 from penstock._bench.claims import CLAIMS, judge
 from penstock._bench.contenders import CONTENDERS
 from penstock._bench.drive import drive
 from penstock._bench.limits import LIMITS
 from penstock._bench.running import Running
-from penstock._bench.workloads import WORKLOADS, Job, Sizes
+from penstock._bench.trial import Order
+from penstock._bench.workloads import FULL, QUICK, WORKLOADS, Job, Sizes
 from penstock._core.program import Pad
+from tests.live.changed import timing_of
 
 TINY = Sizes(
     big_files=3,
@@ -59,29 +66,8 @@ def _job(name: str, folder: Path) -> Job:
     return WORKLOADS[name].job(folder, TINY, 2, 0, 2**28)
 
 
-class _Changed:
-    """A plain loop whose batches are changed on the way."""
-
-    def __init__(self, job: Job, change: Any) -> None:
-        self._loop, self._change = CONTENDERS["loop"].open(job), change
-
-    def epochs(self) -> Iterator[Any]:
-        for epoch in self._loop.epochs():
-            yield self._change(list(epoch))
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        self._loop.close()
-
-
 def _wrong(job: Job, change: Any) -> str:
-    def opened(job: Job) -> Running:
-        return _Changed(job, change)
-
-    timing, _ = drive(job, opened, mark=lambda _: None)
-    return timing.wrong
+    return timing_of(job, change).wrong
 
 
 def _one_byte_off(batches: list[Any]) -> list[Any]:
@@ -162,7 +148,9 @@ def test_every_workload_has_a_claim_about_its_rate_its_memory_and_the_choice_of_
 
 
 def _summary(contender: str, samples_per_s: float, **more: Any) -> harness.Summary:
-    known = {"status": "ok", "rounds": 3, "low": samples_per_s, "high": samples_per_s, "bytes_per_s": samples_per_s}
+    rounds = more.get("rounds", 3)
+    known = {"status": "ok", "rounds": rounds, "peak_rounds": rounds, "low": samples_per_s, "high": samples_per_s,
+             "bytes_per_s": samples_per_s}  # fmt: skip
     kind = "limit" if contender in LIMITS else "ours" if CONTENDERS[contender].ours else "peer"
     return harness.Summary("big", contender, kind, **{**known, "samples_per_s": samples_per_s, **more})
 
@@ -182,8 +170,22 @@ def test_a_claim_is_held_against_the_best_of_those_that_were_right() -> None:
     assert verdicts["penstock: rate, times that of torch"] == ("5.00", "yes", "")
     got, holds, note = verdicts["penstock: rate, times that of the best multi-process peer"]
     assert (got, holds) == ("1.67", "NO")
-    assert note == "that is spdl-arena, tinyloader gave wrong content"
+    assert note.startswith("that is spdl-arena, tinyloader gave wrong content; not run: ")
     assert not any("penstock-into" in text for text in verdicts)  # it was not run
+
+
+def test_a_claim_names_those_who_might_have_been_better_and_did_not_run() -> None:
+    """Otherwise the best of two would pass for the best of all."""
+    name = "penstock: rate, times that of the best multi-process peer"
+    others = next(c.others for c in CLAIMS if f"big: {name}" == c.text)
+    ran = [_summary("penstock", 100.0), *(_summary(other, 20.0) for other in others)]
+    assert "not run" not in _verdicts(*ran)[name][2]
+    assert _verdicts(*ran[:-1])[name][2].endswith(f"; not run: {others[-1]}")
+    skipped = harness.Summary("big", others[-1], "peer", "skipped", "it is not installed")
+    assert _verdicts(*ran[:-2], skipped)[name][2].endswith(f"; not run: {others[-2]}, {others[-1]}")
+    assert _verdicts(*ran[:2])[name][2].endswith(
+        f"; not run: {others[1]}, {others[2]}, {others[3]} and {len(others) - 4} more"
+    )
 
 
 def test_a_claim_about_a_contender_that_failed_is_not_judged() -> None:
@@ -228,6 +230,13 @@ def test_figures_that_vary_or_are_few_are_doubted() -> None:
     """A ratio of one round on a busy machine is no evidence, and says so."""
     few, torch = _summary("penstock", 100.0, rounds=2), _summary("torch", 20.0)
     assert _verdicts(few, torch)["penstock: rate, times that of torch"][2] == "fewer than 3 rounds"
+    figures = {"peak_bytes": 9, "added_bytes": 9, "budget_bytes": 9, "first_batch_s": 0.1, "gap_s": 0.1, "batch_s": 0.1}
+    by = {v.claim.measure: v.note for v in judge([
+        _summary(name, 50.0, rounds=2, **figures) for name in ("penstock", "torch", "loop")
+    ])}  # fmt: skip
+    assert {by[measure] for measure in ("peak", "added", "budget", "first", "gap")} == {"fewer than 3 rounds"}
+    seen = _summary("penstock", 50.0, rounds=2, peak_rounds=3, **figures)  # once more, only for its memory
+    assert {v.claim.measure: v.note for v in judge([seen])} == {"budget": "", "gap": "fewer than 3 rounds"}
     varied = _summary("penstock", 100.0, low=70.0)
     assert _verdicts(varied, torch)["penstock: rate, times that of torch"][2] == "but penstock varied by 30%"
 
@@ -300,6 +309,7 @@ def test_a_tiny_run_gives_numbers_for_everyone_and_files_that_open(tmp_path: Pat
     assert "| claim | wanted | got | holds |  |" in report.as_markdown(results)
 
 
+@pytest.mark.slow
 def test_a_tiny_run_of_the_benchmark_of_memory_gives_numbers_for_everyone(tmp_path: Path) -> None:
     """Otherwise the table in docs/memory.md could not be printed again."""
     found = memory.run(sizes=TINY, rounds=1, cost_rounds=1, contenders=("penstock",))
@@ -385,6 +395,252 @@ def test_a_missing_framework_is_skipped_by_name_and_a_broken_contender_fails_alo
     assert "threads: ! WRONG CONTENT: row 3" in text
 
 
+# ---------------------------------------- the command line
+
+_SMALL = [f"--{f.name.replace('_', '-')}={getattr(TINY, f.name)}" for f in dataclasses.fields(TINY)
+          if getattr(TINY, f.name) != getattr(FULL, f.name)]  # fmt: skip
+_ONE_ROUND = ["--rounds", "1", "--memory-rounds", "0"]
+
+
+def test_a_workload_that_cannot_be_made_costs_no_other_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One absent library or a full disk, told in a line; what was measured before and after is kept."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(WORKLOADS, "images", dataclasses.replace(WORKLOADS["images"], needs=("no_such_library.part",)))
+    monkeypatch.setitem(WORKLOADS, "python", dataclasses.replace(WORKLOADS["python"], make=full))
+    names = ["images", "python", "rows"]
+    chosen = [*(f"--workload={name}" for name in names), "--contender=penstock-0", "--contender=threads"]
+    assert _cli.main(["bench", *chosen, *_ONE_ROUND, *_SMALL, "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    made = "failed: its data could not be made: OSError: [Errno 28] No space left on device"
+    for line in ("images   skipped: no_such_library is not installed", f"python   {made}"):
+        assert line in told.err.splitlines()
+    for text in (told.out, (tmp_path / "bench.html").read_text()):
+        assert "skipped: no_such_library is not installed" in text
+        assert made in text
+    saved = json.loads((tmp_path / "bench.json").read_text())
+    assert {(s["workload"], s["status"]) for s in saved["summaries"]} == {("rows", "ok")}
+    assert [(each["workload"], each["status"]) for each in saved["absent"]] == [
+        ("images", "skipped"),
+        ("python", "failed"),
+    ]
+    only = ["--workload=images", "--out", str(tmp_path)]
+    assert _cli.main(["bench", *only]) == 0  # nothing of ours failed
+
+
+def test_images_need_what_makes_and_decodes_them() -> None:
+    """Otherwise an installation without them would be told so by each contender."""
+    assert {"PIL", "simplejpeg", "cv2"} <= set(WORKLOADS["images"].needs)
+
+
+@pytest.mark.parametrize("kind", ["speed", "memory", "faults"])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measured(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise a benchmark of an hour would end in a traceback."""
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was measured")
+
+    for module in (harness, memory, faults):
+        monkeypatch.setattr(module, "run", never)
+    file = tmp_path / "file"
+    file.write_text("")
+    there = tmp_path / "there"
+    for name in ("bench.json", "memory.json", "faults.json"):
+        (there / name).mkdir(parents=True)
+    for out in (file, file / "below", there):
+        assert _cli.main(["bench", kind, "--out", str(out)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("penstock: cannot write to --out (")
+        assert str(out) in line
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--seed", "-1"], ["--timeout", "inf"], ["--timeout", "nan"], ["--timeout", "0"], ["--least-s", "inf"]],
+    ids=" ".join,
+)
+def test_numbers_without_sense_are_errors_of_usage(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _cli.main(["bench", *args])
+    assert ended.value.code == 2
+    assert f"argument {args[0]}: " in capsys.readouterr().err
+
+
+def test_a_contender_of_none_of_the_workloads_is_an_error_of_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise it would run nothing and say that all is well."""
+    assert _cli.main(["bench", "--workload=rows", "--contender=penstock", "--contender=torch-lines"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("penstock: torch-lines: no contender of rows; these are: penstock, ")
+    assert line.endswith(", ".join(WORKLOADS["rows"].contenders))
+
+
+def test_a_workload_named_twice_runs_once_and_any_number_of_seconds_can_be_waited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["--workload=rows", "--workload=rows", "--contender=penstock-0", "--timeout=1e300", *_ONE_ROUND, *_SMALL]
+    assert _cli.main(["bench", *args, "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("\nrows: ") == 1
+    saved = json.loads((tmp_path / "bench.json").read_text())
+    assert [each["contender"] for each in saved["outcomes"]] == ["penstock-0", "gather"]
+
+
+def _results(*summaries: harness.Summary, **setup: Any) -> harness.Results:
+    machine = {"cpu": "a", "cores": 2, "system": "b", "python": "c", "packages": {}, "date": "d"}
+    return harness.Results(harness.Setup(("big",), **setup), machine, (), summaries, 1.0)
+
+
+def test_sizes_are_told_as_the_flags_that_set_them() -> None:
+    """Otherwise a table of 96 KiB arrays would look like one of 24 MiB."""
+    for title in (workload.title for workload in WORKLOADS.values()):
+        assert not re.search(r"\d+ ?([KMG]iB|ms|x\d|tokens)|\[\d", title)
+    odd = dataclasses.replace(QUICK, big_bytes=98304, least_s=0.25)
+    for told, setup in (
+        ("full sizes;", {}),
+        ("full sizes, but --rows 3;", {"sizes": Sizes(rows=3)}),
+        ("quick sizes;", {"quick": True, "sizes": QUICK}),
+        ("quick sizes, but --big-bytes 98304 --least-s 0.25;", {"quick": True, "sizes": odd}),
+    ):
+        results = _results(_summary("penstock", 9.0), **setup)
+        for text in (report.as_text(results), report.as_html(results), report.as_markdown(results)):
+            assert told in text
+
+
+def test_a_workload_tells_the_budget_that_it_had() -> None:
+    """What shards get is capped, whatever the run was given."""
+    shards = WORKLOADS["shards"]
+    for given, had in ((2**30, 2**29), (2**28, 2**28)):
+        assert shards.budget_of(given) == had
+        assert shards.job(Path(), dataclasses.replace(TINY, shards=1), 2, 0, given).budget_bytes == had
+    assert WORKLOADS["big"].budget_of(2**30) == 2**30
+    results = _results(dataclasses.replace(_summary("penstock", 9.0), workload="shards"))
+    for given, told in ((2**30, "(3 rounds, budget 512 MiB)"), (2**28, "(3 rounds)")):
+        setup = dataclasses.replace(results.setup, workloads=("shards",), budget_bytes=given)
+        run = dataclasses.replace(results, setup=setup)
+        assert told in report.as_text(run)
+        assert told in report.as_html(run)
+
+
+def test_the_json_has_the_ratios_of_the_table() -> None:
+    results = _results(_summary("penstock", 50.0), _summary("torch", 20.0), _summary("read", 100.0))
+    saved = {each["contender"]: each for each in json.loads(report.as_json(results))["summaries"]}
+    assert [saved[name]["of_limit"] for name in ("penstock", "torch", "read")] == [0.5, 0.2, None]
+    assert [saved[name]["penstock_over_it"] for name in ("penstock", "torch", "read")] == [None, 2.5, 0.5]
+
+
+def test_versions_of_what_decodes_are_told_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their metadata: importing tensorflow takes seconds."""
+    wanted = {"tensorflow": "2", "pillow": "3", "simplejpeg": "4"}
+
+    def version(name: str) -> str:
+        if name not in wanted:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return wanted[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert harness._machine()["packages"] == wanted
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in the way of Linux")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_told_to_end_cleans_up_and_keeps_what_it_has(number: int, code: int, tmp_path: Path) -> None:
+    """Otherwise an hour of measuring would be lost, and gigabytes of data left in /tmp."""
+    scratch, out = tmp_path / "scratch", tmp_path / "out"
+    scratch.mkdir()
+    args = ["--workload=rows", "--contender=penstock-process", "--rounds=1000", *_SMALL, "--out", str(out)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "penstock", "bench", *args],
+        env={**os.environ, "TMPDIR": str(scratch)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        while "2/1000" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(number)
+        process.send_signal(number)  # an impatient user
+        printed, said = process.communicate(timeout=60)
+    assert process.returncode == code, said
+    assert "Traceback" not in said
+    assert "interrupted: this is what was finished until then" in printed
+    assert "interrupted: this" in (out / "bench.html").read_text()
+    saved = json.loads((out / "bench.json").read_text())
+    assert saved["interrupted"] is True
+    assert saved["outcomes"]
+    assert list(scratch.iterdir()) == []
+    until = time.monotonic() + 20  # what was killed takes a moment to be gone
+    while (left := _with_environment(f"TMPDIR={scratch}")) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert left == []
+
+
+def _with_environment(entry: str) -> list[int]:
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if entry.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(int(pid))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the place of /dev/shm, where other tests have things at the same time."""
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(watch, "_SHM", str(tmp_path / "shm"))
+    return tmp_path / "shm"
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no /dev/shm")
+def test_shared_memory_that_nobody_uses_any_more_is_removed_and_no_other(shm: Path) -> None:
+    """A killed loader cannot do it, and what is left would fill the memory of the machine."""
+    old, left, held, other = (shm / name for name in ("psm_0", "torch_1", "sem.mp-2", "data_3"))
+    try:
+        old.write_bytes(bytes(8))
+        before = watch.segments()
+        for path in (left, held, other):
+            path.write_bytes(bytes(8))
+        mapped = np.memmap(held, np.uint8, "r")
+        assert left.name in watch.remove_segments(before)
+        assert [path.exists() for path in (old, left, held, other)] == [True, False, True, True]
+        del mapped
+        assert held.name in watch.remove_segments(before)
+        assert [path.exists() for path in (old, left, held, other)] == [True, False, False, True]
+    finally:
+        for path in (old, left, held, other):
+            path.unlink(missing_ok=True)
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no /dev/shm")
+@pytest.mark.parametrize("then", ["import time; time.sleep(600)", "import os; os.abort()"], ids=["hangs", "dies"])
+def test_shared_memory_of_a_trial_that_did_not_end_well_is_removed(
+    then: str, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = shm / "psm_0"
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}\nopen('{segment}', 'wb').write(bytes(8))\n{then}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    order = Order("rows", "loop", str(tmp_path), TINY, 2, 0, 2**28)
+    made = []
+    remove = watch.remove_segments
+
+    def removed(before: set[str]) -> list[str]:
+        made.append(segment.exists())
+        return remove(before)
+
+    monkeypatch.setattr(watch, "remove_segments", removed)
+    outcome = harness._trial(order, round_=0, watch_all=False, timeout_s=3.0)
+    assert outcome.status in ("timeout", "failed")
+    assert made == [True]
+    assert not segment.exists()
+
+
 def test_the_command_line_knows_its_sizes_and_contenders() -> None:
     """Otherwise a flag in the help would do nothing."""
     said = subprocess.run(
@@ -394,6 +650,7 @@ def test_the_command_line_knows_its_sizes_and_contenders() -> None:
         assert f"--{field.name.replace('_', '-')} " in said
     assert "--quick" in said
     assert "tinyloader-shm" in said
+    assert "(5; quick: up to 3, as time allows)" in " ".join(said.split())
 
 
 # ---------------------------------------- faults

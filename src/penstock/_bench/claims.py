@@ -17,6 +17,10 @@ from penstock._bench.workloads import WORKLOADS
 
 __all__ = ["CLAIMS", "Claim", "Verdict", "judge"]
 
+# Fewer have no middle.
+_ROUNDS: Final = 3
+# More would hide the rest of the note.
+_NAMES: Final = 3
 # Rounds that differ by more say that something else ran on the machine.
 _NOISY: Final = 0.15
 _BAD: Final = {"wrong": "gave wrong content", "timeout": "did not end", "skipped": "was skipped", "failed": "failed"}
@@ -107,13 +111,15 @@ def _best(workload: str, contender: str, wanted: float, *by: str, but: tuple[str
 
 def _auto(workload: str) -> list[Claim]:
     """What ``num_workers=None`` is held against."""
+    pairs: list[tuple[str, tuple[str, ...]]]
     if WORKLOADS[workload].contenders.count("penstock-process"):
         pairs = [("penstock-auto", ("penstock-0", "penstock-thread", "penstock-process"))]
     else:
         pairs = [("penstock-auto", ("penstock-0", "penstock-thread", "penstock"))]
-    for way in ("penstock-into", "penstock-load"):
-        if f"{way}-auto" in WORKLOADS[workload].contenders:
-            pairs.append((f"{way}-auto", (f"{way}-0", f"{way}-thread", way)))
+    if "penstock-into-auto" in WORKLOADS[workload].contenders:
+        pairs.append(("penstock-into-auto", ("penstock-into-0", "penstock-into-thread", "penstock-into")))
+    if "penstock-many" in WORKLOADS[workload].contenders:
+        pairs.append(("penstock-many", ("penstock-many-0", "penstock-many-thread")))
     return [Claim(workload, auto, 0.9, others=fixed, group="the best fixed choice") for auto, fixed in pairs]
 
 
@@ -122,6 +128,7 @@ def _ratio(workload: str, contender: str, other: str, wanted: float) -> Claim:
 
 
 _TORCH: Final = ("torch",)
+_MANY_AT_A_TIME: Final = ("grain-default",)  # more loads wait at once than there are workers
 _AT_RANDOM: Final = ("torch", "torch-4", "threads")
 # Those whose load needs no more than NumPy: what an import takes is nobody's doing.
 _QUICK_TO_START: Final = ("big", "python", "lines", "latency", "slow")
@@ -151,7 +158,7 @@ CLAIMS: Final[tuple[Claim, ...]] = (
     _best("lines", "penstock", 1.3, "process", but=_TORCH),
     _ratio("lines", "penstock", "loop", 1.7),
     _ratio("lines", "penstock", "loops", 0.9),
-    _best("latency", "penstock", 1.0),
+    _best("latency", "penstock", 1.0, but=_MANY_AT_A_TIME),
     _ratio("latency", "penstock", "waits", 0.95),
     _ratio("slow", "penstock", "torch", 1.3),
     _ratio("slow", "penstock", "share", 0.9),
@@ -168,10 +175,19 @@ CLAIMS: Final[tuple[Claim, ...]] = (
 )  # fmt: skip
 
 
-def _doubt(*summaries: Summary) -> str:
+def _rounds(measure: Measure, summary: Summary) -> int:
+    """The rounds that this figure of a contender comes from."""
+    if measure == "budget":
+        return summary.peak_rounds
+    return min(summary.rounds, summary.peak_rounds) if measure in ("peak", "added") else summary.rounds
+
+
+def _doubt(measure: Measure, *summaries: Summary) -> str:
     """What makes a ratio of these medians weak evidence; empty when nothing does."""
-    if min(summary.rounds for summary in summaries) < 3:
-        return "fewer than 3 rounds"
+    if min(_rounds(measure, summary) for summary in summaries) < _ROUNDS:
+        return f"fewer than {_ROUNDS} rounds"
+    if measure not in ("rate", "later"):
+        return ""
     for summary in summaries:
         if summary.samples_per_s and summary.low is not None and summary.high is not None:
             off = max(1 - summary.low / summary.samples_per_s, summary.high / summary.samples_per_s - 1)
@@ -202,14 +218,22 @@ def _measured(claim: Claim, ours: Summary, other: Summary | None) -> float | Non
     return None
 
 
+def _absent(names: Sequence[str]) -> str:
+    """Who might have been better and was not asked."""
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return f"not run: {', '.join(names[:_NAMES])}{more}" if names else ""
+
+
 def _judge(claim: Claim, found: dict[tuple[str, str], Summary]) -> Verdict | None:
     ours = found.get((claim.workload, claim.contender))
     others = [other for name in claim.others if (other := found.get((claim.workload, name))) is not None]
     if ours is None or (claim.others and not others):
         return None  # not part of this run
-    bad = [summary for summary in (ours, *others) if summary.status != "ok"]
-    notes = [f"{summary.contender} {_BAD.get(summary.status, summary.status)}" for summary in bad]
     right = [other for other in others if other.status == "ok" and other.samples_per_s]
+    ran = [other for other in others if other.status != "skipped"]
+    # Without any to compare with, those that were skipped are the reason for that.
+    bad = [summary for summary in (ours, *(ran if right else others)) if summary.status != "ok"]
+    notes = [f"{summary.contender} {_BAD.get(summary.status, summary.status)}" for summary in bad]
     if ours.status != "ok" or (claim.others and not right):
         return Verdict(claim, None, None, ", ".join(notes))
     best = max(right, key=lambda other: other.samples_per_s or 0.0) if right else None
@@ -226,8 +250,10 @@ def _judge(claim: Claim, found: dict[tuple[str, str], Summary]) -> Verdict | Non
     ):
         holds = False
         notes.append("but slower")
-    doubt = _doubt(ours, *([best] if best is not None else [])) if claim.measure in ("rate", "later") else ""
-    return Verdict(claim, got, holds, ", ".join([*notes, *([doubt] if doubt else [])]))
+    notes.append(_doubt(claim.measure, ours, *([best] if best is not None else [])))
+    known = {other.contender for other in ran}
+    absent = _absent([name for name in claim.others if name not in known])
+    return Verdict(claim, got, holds, "; ".join(filter(None, (", ".join(filter(None, notes)), absent))))
 
 
 def judge(summaries: Sequence[Summary]) -> list[Verdict]:

@@ -54,24 +54,25 @@ _CREWS: Final[dict[str, dict[str, Any]]] = {
 
 
 def _open_penstock(
-    job: Job, *, crew: str | None = None, into: bool = False, loaded: bool = False, **more: Any
+    job: Job, *, crew: str | None = None, into: bool = False, many: bool = False, **more: Any
 ) -> Running:
     """``crew`` None: as one would write it, two processes, but for arrays that are in memory what the plan says.
-    ``loaded``: what is to be done with rows of arrays is done with each as it is loaded, not by the consumer."""
+    ``many``: what is to be done with rows of arrays is done by a load, many at once, not by the consumer."""
     # By name: which of these exist is the feed's affair, and a missing one is this contender's failure alone.
     penstock: Any = importlib.import_module("penstock")
     load: Any = None
     if job.arrays is not None:
         items = penstock.arrays(*job.arrays)
-        if loaded:
-            load, job = job.finish, dataclasses.replace(job, finish=None)
+        if many:
+            load = penstock.batched(penstock.into(job.spec)(job.load_into))
+            job = dataclasses.replace(job, finish=None)
     elif job.source is not None:
         items = job.source()
     else:
         items = penstock.lines(job.text) if job.text is not None else job.items
         load = penstock.into(job.spec)(job.load_into) if into else job.load
     if crew is None:
-        crew = "auto" if job.arrays is not None and not loaded else "process"
+        crew = "auto" if job.arrays is not None else "process"
     options: dict[str, Any] = {
         "batch_size": job.batch_size,
         "memory": job.budget_bytes,
@@ -126,10 +127,9 @@ CONTENDERS: Final = {
         _ours("penstock-into-auto", "Penstock, num_workers=None, into the slot", into=True, crew="auto"),
         _ours("penstock-into-0", "Penstock, num_workers=0, into the slot", into=True, crew="0"),
         _ours("penstock-into-thread", "Penstock, threads that write into the slot", into=True, crew="thread"),
-        _ours("penstock-load", "Penstock, rows made into samples by workers", loaded=True),
-        _ours("penstock-load-auto", "Penstock, num_workers=None, rows made", loaded=True, crew="auto"),
-        _ours("penstock-load-0", "Penstock, num_workers=0, rows made", loaded=True, crew="0"),
-        _ours("penstock-load-thread", "Penstock, rows made into samples by threads", loaded=True, crew="thread"),
+        _ours("penstock-many", "Penstock, a load of many rows at once", many=True),
+        _ours("penstock-many-0", "Penstock, num_workers=0, many rows", many=True, crew="0"),
+        _ours("penstock-many-thread", "Penstock, threads that load many rows", many=True, crew="thread"),
         _ours("penstock-blocks", "Penstock, shuffled in blocks", _open_penstock_blocks),
         _ours("penstock-cache", "Penstock, samples kept in memory", cache="ram"),
         _ours("penstock-half", "Penstock, memory for half of them", _open_penstock_half),

@@ -34,9 +34,11 @@ from penstock._bench.limits import LIMITS
 from penstock._bench.trial import Order
 from penstock._bench.workloads import Sizes
 
-__all__ = ["Outcome", "Results", "Setup", "Summary", "run", "summarize"]
+__all__ = ["Absence", "Interrupted", "Outcome", "Results", "Setup", "Summary", "run", "summarize"]
 
 _SAMPLE_EVERY_S: Final = 0.02
+_LOOK_EVERY_S: Final = 60.0  # a selector cannot wait for any number of seconds
+_END_S: Final = 2.0  # what a loader may take to stop its processes
 _SAID_CHARS: Final = 4000
 
 
@@ -47,6 +49,8 @@ class Setup:
     workloads: tuple[str, ...]
     contenders: tuple[str, ...] | None = None
     """None: all that a workload names."""
+    quick: bool = False
+    """Sizes are those of a quick run, but for the ones that were given."""
     few: bool = False
     """Of these, only those that a workload names for a quick run."""
     sizes: Sizes = dataclasses.field(default_factory=Sizes)
@@ -107,12 +111,24 @@ class Summary:
     first_epoch_samples_per_s: float | None = None
     """Of the first epoch, from its first batch on."""
     cpu_us_per_sample: float | None = None
+    peak_rounds: int = 0
+    """Rounds in which memory was seen, those that are not timed among them."""
     peak_bytes: int | None = None
     added_bytes: int | None = None
     """Peak above what the process weighed before the contender did anything."""
     budget_bytes: int | None = None
     """What it was to keep to, if it knows such a thing."""
     left_behind: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Absence:
+    """A workload that nobody ran."""
+
+    workload: str
+    status: str
+    """``skipped``, ``failed``"""
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,10 +140,21 @@ class Results:
     outcomes: tuple[Outcome, ...]
     summaries: tuple[Summary, ...]
     took_s: float
+    absent: tuple[Absence, ...] = ()
+    interrupted: bool = False
+    """Something is missing because the run was told to end."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run that was told to end, after it has cleaned up; ``results`` are what was found until then."""
+
+    def __init__(self, results: Results) -> None:
+        super().__init__("the benchmark was interrupted")
+        self.results = results
 
 
 def _missing(modules: Iterable[str]) -> str:
-    """Why a contender cannot run; empty when it can."""
+    """Why a contender or a workload cannot run; empty when it can."""
     for module in modules:
         top = module.partition(".")[0]
         if importlib.util.find_spec(top) is None:
@@ -152,6 +179,10 @@ def _machine() -> dict[str, Any]:
         "tinyloader",
         "grain",
         "spdl-core",
+        "tensorflow",
+        "tensorflow-cpu",
+        "pillow",
+        "simplejpeg",
         "opencv-python-headless",
     ):
         try:
@@ -171,31 +202,42 @@ def _environment() -> dict[str, str]:
 
 
 def _tell_where(process: subprocess.Popen[bytes]) -> None:
-    """Have a hanging trial write its stacks, then end it."""
+    """Have a hanging trial write its stacks."""
     if hasattr(signal, "SIGUSR1"):
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.2)
-    process.kill()
 
 
-def _end(process: subprocess.Popen[bytes]) -> int:
+def _end(process: subprocess.Popen[bytes], within_s: float) -> int:
     """Let the trial and what it started end, then make them; gives how many had to be made."""
-    deadline = time.monotonic() + 2
-    while (left := watch.tree(process.pid)) and time.monotonic() < deadline:
+    killed: set[int] = set()
+    try:
+        _wait(process, within_s)
+    finally:  # also when Ctrl-C comes while it waits
+        while left := set(watch.tree(process.pid)) - killed:
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            killed |= left
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        if killed:
+            _wait(process, 1.0)  # until they have let go of what they mapped
+    return len(killed)
+
+
+def _wait(process: subprocess.Popen[bytes], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while watch.tree(process.pid) and time.monotonic() < deadline:
         process.poll()
         time.sleep(0.02)
-    for pid in left:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    if process.poll() is None:
-        process.kill()
-    process.wait()
-    return len(left)
 
 
 def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float) -> Outcome:
+    segments = watch.segments()
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock._bench.trial"],
@@ -207,6 +249,8 @@ def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float) -> O
         cpu_from = cpu_to = None
         answer: dict[str, Any] = {}
         status = "failed"
+        left = 0
+        end_s = _END_S
         deadline = time.monotonic() + timeout_s
         sampling = False
         buffered = b""
@@ -219,7 +263,7 @@ def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float) -> O
                     if left_s <= 0:
                         status = "timeout"
                         break
-                    if not selector.select(min(_SAMPLE_EVERY_S, left_s) if sampling else left_s):
+                    if not selector.select(min(_SAMPLE_EVERY_S if sampling else _LOOK_EVERY_S, left_s)):
                         if sampling:
                             peak = max(peak or 0, watch.pss_bytes(process.pid) or 0)
                         continue
@@ -246,13 +290,21 @@ def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float) -> O
                             answer = said
         except BrokenPipeError:
             pass  # it died early; what it wrote to standard error says why
+        except KeyboardInterrupt:
+            end_s = 0.0
+            raise
         finally:
-            # Only now: closing its input earlier could wake what reads from it.
-            if status == "timeout":
-                _tell_where(process)
-            process.stdin.close()
-            process.stdout.close()
-            left = _end(process)
+            try:
+                if status == "timeout":
+                    _tell_where(process)
+                    process.kill()
+                # Only now: closing its input earlier could wake what reads from it.
+                process.stdin.close()
+                process.stdout.close()
+            finally:
+                left = _end(process, end_s)
+                if left or not answer:
+                    watch.remove_segments(segments)
         errors.seek(0)
         said = errors.read().decode(errors="replace")[-_SAID_CHARS:]
         reason = ""
@@ -328,6 +380,7 @@ def summarize(outcomes: Sequence[Outcome], skipped: Iterable[Summary] = ()) -> t
                 batch_s=median("batch_s"),
                 first_epoch_samples_per_s=median("first_epoch_samples_per_s"),
                 cpu_us_per_sample=statistics.median(cpu) if cpu else None,
+                peak_rounds=len(seen),
                 peak_bytes=max((outcome.peak_bytes or 0 for outcome in seen), default=None),
                 added_bytes=max(((o.peak_bytes or 0) - (o.base_bytes or 0) for o in seen), default=None),
                 budget_bytes=max((o.result.get("facts", {}).get("budget_bytes", 0) for o in group), default=0) or None,
@@ -338,14 +391,29 @@ def summarize(outcomes: Sequence[Outcome], skipped: Iterable[Summary] = ()) -> t
 
 
 def run(setup: Setup, *, tell: Callable[[str], None] = lambda _: None) -> Results:
-    """Run the benchmark; ``tell`` gets a line of text per trial."""
+    """Run the benchmark; ``tell`` gets a line of text per trial. KeyboardInterrupt comes out as ``Interrupted``."""
     began = time.monotonic()
     outcomes: list[Outcome] = []
     skipped: list[Summary] = []
+    absent: list[Absence] = []
+
+    def results(*, interrupted: bool = False) -> Results:
+        return Results(
+            setup=setup, machine=_machine(), outcomes=tuple(outcomes), summaries=summarize(outcomes, skipped),
+            took_s=time.monotonic() - began, absent=tuple(absent), interrupted=interrupted,
+        )  # fmt: skip
+
+    def leave_out(name: str, status: str, reason: str) -> None:
+        absent.append(Absence(name, status, reason))
+        tell(f"{name:8} {status}: {reason}")
+
     folder = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
     try:
         for place, name in enumerate(setup.workloads, 1):
             workload = workload_of(name)
+            if reason := _missing(workload.needs):
+                leave_out(name, "skipped", reason)
+                continue
             named = workload.quick if setup.few else workload.contenders
             chosen = [c for c in named if setup.contenders is None or c in setup.contenders]
             names = []
@@ -360,7 +428,13 @@ def run(setup: Setup, *, tell: Callable[[str], None] = lambda _: None) -> Result
             here = folder / name
             here.mkdir()
             tell(f"{name:8} making the data")
-            workload.make(here, setup.sizes, setup.seed)
+            try:
+                workload.make(here, setup.sizes, setup.seed)
+            except Exception as error:  # noqa: BLE001 - a full disk, a broken library: the other workloads may be spared
+                said = " ".join(f"{type(error).__name__}: {error}".split())
+                leave_out(name, "failed", f"its data could not be made: {said}")
+                shutil.rmtree(here, ignore_errors=True)
+                continue
             for round_ in range(setup.rounds + setup.memory_rounds):
                 used_s = time.monotonic() - began
                 if round_ and setup.within_s and used_s > setup.within_s * place / len(setup.workloads):
@@ -373,21 +447,17 @@ def run(setup: Setup, *, tell: Callable[[str], None] = lambda _: None) -> Result
                     order = Order(
                         workload=name, contender=contender, folder=str(here), sizes=setup.sizes,
                         workers=setup.workers, seed=setup.seed,
-                        budget_bytes=workload.budget_bytes or setup.budget_bytes,
+                        budget_bytes=workload.budget_of(setup.budget_bytes),
                     )  # fmt: skip
                     outcome = _trial(order, round_=round_, watch_all=watch_all, timeout_s=setup.timeout_s)
                     outcomes.append(outcome)
                     tell(_line(outcome, setup))
-            shutil.rmtree(here)
+            shutil.rmtree(here, ignore_errors=True)
+    except KeyboardInterrupt as error:
+        raise Interrupted(results(interrupted=True)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Results(
-        setup=setup,
-        machine=_machine(),
-        outcomes=tuple(outcomes),
-        summaries=summarize(outcomes, skipped),
-        took_s=time.monotonic() - began,
-    )
+    return results()
 
 
 def _line(outcome: Outcome, setup: Setup) -> str:

@@ -7,16 +7,19 @@ through the same consumer as everyone, because there the consumer is no longer s
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import multiprocessing
 import multiprocessing.connection
 import os
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock._bench.contenders import CONTENDERS
 from penstock._bench.drive import drive
@@ -189,6 +192,50 @@ def _disk(job: Job) -> float:
     return job.samples / best_s
 
 
+_BLOCK_BYTES: Final = 4 * 2**20
+_TOLD_BYTES: Final = 40 * 2**20
+
+
+def _disk_blocks(job: Job) -> float:
+    """The rows of blocks in random order, each to a place of its own in as much memory as two groups of a budget take,
+    by bare threads that tell the system of the next blocks: what shuffling in blocks can be at most."""
+    assert job.chill is not None
+    size = job.sample_bytes
+    rows: dict[str, int] = {}
+    for path, row in job.items:
+        rows[path] = max(rows.get(path, 0), row + 1)
+    offsets = {path: os.path.getsize(path) - count * size for path, count in rows.items()}
+    each = max(1, _BLOCK_BYTES // size)
+    blocks = [(path, at, min(each, count - at)) for path, count in rows.items() for at in range(0, count, each)]
+    random.Random(job.seed).shuffle(blocks)
+    places = list(range(job.budget_bytes * 2 // 3 // size))
+    random.Random(job.seed).shuffle(places)
+    memory = memoryview(_reused_memory(len(places) * size))
+    files = {path: os.open(path, os.O_RDONLY) for path in rows}
+
+    def tell(number: int) -> None:
+        for path, at, count in blocks[number : number + 1]:
+            os.posix_fadvise(files[path], offsets[path] + at * size, count * size, os.POSIX_FADV_WILLNEED)
+
+    def read(number: int) -> None:
+        tell(number + _TOLD_BYTES // _BLOCK_BYTES)
+        path, at, count = blocks[number]
+        spots = (places[(number * each + row) % len(places)] * size for row in range(count))
+        os.preadv(files[path], [memory[spot : spot + size] for spot in spots], offsets[path] + at * size)
+
+    try:
+        job.chill()
+        began = time.perf_counter()
+        for number in range(_TOLD_BYTES // _BLOCK_BYTES):
+            tell(number)
+        with ThreadPoolExecutor(job.workers) as pool:
+            list(pool.map(read, range(len(blocks))))
+        return job.samples / (time.perf_counter() - began)
+    finally:
+        for file in files.values():
+            os.close(file)
+
+
 def _driven(job: Job, open_: Callable[[Job], Running]) -> float:
     """Through the same consumer as everyone."""
     timing, _ = drive(job, open_, mark=lambda _: None)
@@ -226,6 +273,31 @@ class _Preloaded:
         pass
 
 
+class _PreloadedShared(_Preloaded):
+    """The same in memory that several processes can write to, and a batch stays right while the next one is made."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        samples, self._samples = self._samples, _shared(self._samples.shape, self._samples.dtype)
+        self._samples[...] = samples
+        self._slots = [_shared((self._size, *samples.shape[1:]), samples.dtype) for _ in range(2)]
+
+    def epochs(self) -> Iterator[Iterable[Any]]:
+        return (self._epoch() for _ in itertools.repeat(None))
+
+    def _epoch(self) -> Iterator[Any]:
+        for number, at in enumerate(range(0, len(self._samples), self._size)):
+            rows = self._samples[at : at + self._size]
+            batch = self._slots[number % 2][: len(rows)]
+            batch[...] = rows
+            yield batch
+
+
+def _shared(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    count = math.prod(shape)
+    return np.frombuffer(_reused_memory(count * dtype.itemsize), dtype, count).reshape(shape)
+
+
 class _Gather:
     """``x[index], y[index]``, with the permutations made beforehand."""
 
@@ -260,6 +332,10 @@ def _preloaded(job: Job) -> float:
     return _driven(job, _Preloaded)
 
 
+def _preloaded_shared(job: Job) -> float:
+    return _driven(job, _PreloadedShared)
+
+
 LIMITS: Final[dict[str, tuple[str, Callable[[Job], float]]]] = {
     "memcpy": ("copying between reused memory", _memcpy),
     "read-1": ("one process reading page cache into reused memory", _read_alone),
@@ -269,8 +345,10 @@ LIMITS: Final[dict[str, tuple[str, Callable[[Job], float]]]] = {
     "side-by-side": ("all workers loading at once, and nothing handed over", _load_together),
     "loops": ("a plain loop, times the workers", _loops),
     "disk": ("the cold files read in order", _disk),
+    "disk-blocks": ("blocks of them at random, each row to its place in memory", _disk_blocks),
     "waits": ("the workers waiting all the time", _waits),
     "preloaded": ("samples copied out of one array", _preloaded),
+    "preloaded-shared": ("the same within memory that processes share", _preloaded_shared),
     "gather": ("a bare x[index] per batch", _gather),
 }
 """name -> (what it is, how it is measured in samples per second)"""

@@ -3,13 +3,17 @@
 What "advises" came to, where there was a choice:
 
     torch       persistent workers for training; ``__getitems__`` for data that is in memory; an iterable-style dataset
-                that deals lines to its workers, or a map-style one over an index of them
+                that deals lines to its workers, a batch of them at a time, or a map-style one over an index of them
     tf.data     columns by ``from_tensor_slices``, text by ``TextLineDataset``; a load that is Python or NumPy is a
-                ``numpy_function`` in as many parallel calls as there are workers, in order; of small samples, a call
-                a batch
+                ``numpy_function``, in order; of small samples, a call a batch. Parallel calls and what is kept ready
+                are ``AUTOTUNE``, which takes up to as many calls as there are processors; loads that only wait are
+                as many parallel calls as there are workers
     tinyloader  workers per epoch, which is what its context manager does
-    grain       ``shuffle``, ``map``, ``batch``, ``repeat`` of a ``MapDataset``, one iterator over all epochs; buffers
-                count batches here and are as deep as torch's: its default of 500 is meant for small single elements
+    grain       ``shuffle``, ``map``, ``batch``, ``repeat`` of a ``MapDataset``, one iterator over all epochs; for data
+                in memory no threads, as it recommends. Else as many loads at a time as there are workers, which was
+                faster here than its own options wherever loads compute; ``grain-default`` has its own: 16 threads
+                and a buffer of 500 in each process, but of no more batches than fit into the budget (it means
+                elements of some KiB)
     spdl        a pipeline with a continuous source; samples whose load is work of its own are one task each, small
                 ones a task a batch. Its regions of processes do not keep the order; a pool of processes for a stage
                 does. With an arena: an iterable in each of several subprocesses, and segments for its batches
@@ -32,7 +36,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock._bench.running import Batches, Contender, Running, stacked
-from penstock._bench.workloads import Job, TokenCheck
+from penstock._bench.workloads import Job
 
 __all__ = ["PEERS", "through_penstock"]
 
@@ -102,19 +106,18 @@ class _TorchItems:
 
 
 def _torch_text(job: Job) -> Any:
-    """An iterable-style dataset over the lines of a file, which each worker reads; as torch's own example, it keeps
-    those that are its share."""
+    """An iterable-style dataset over the lines of a file, which each worker reads; as in torch's own example, it keeps
+    those that are its share. By whole batches: else each worker would end on a batch that is not full."""
     data: Any = importlib.import_module("torch.utils.data")
     from_numpy = importlib.import_module("torch").from_numpy
-    assert isinstance(job.check, TokenCheck)
-    job.check.in_order = False  # a batch is made of one worker's lines
 
     class Text(data.IterableDataset):  # type: ignore[misc]  # frameworks carry no types here
         def __iter__(self) -> Iterator[Any]:
             info = data.get_worker_info()
             first, step = (0, 1) if info is None else (info.id, info.num_workers)
-            for line in itertools.islice(job.items, first, None, step):
-                yield from_numpy(job.load(line))
+            for lines in itertools.islice(Batches(job).chunks(), first, None, step):
+                for line in lines:
+                    yield from_numpy(job.load(line))
 
     return Text()
 
@@ -213,7 +216,9 @@ class _Torch:
 class _TfData:
     def __init__(self, job: Job) -> None:
         tf: Any = importlib.import_module("tensorflow")
-        data, side_by_side = tf.data.Dataset, {"num_parallel_calls": job.workers, "deterministic": True}
+        data = tf.data.Dataset
+        calls = job.workers if job.waiting else tf.data.AUTOTUNE
+        side_by_side = {"num_parallel_calls": calls, "deterministic": True}
 
         def by_numpy(function: Any, example: Any, *given: Any) -> Any:
             form = [tf.as_dtype(np.asarray(leaf).dtype) for leaf in _leaves(example)]
@@ -249,7 +254,7 @@ class _TfData:
                 places = places.batch(job.batch_size)
             dataset = places.map(load, **side_by_side)
             dataset = dataset.batch(job.batch_size) if job.costly else dataset
-        self._dataset = dataset.prefetch(_AHEAD)
+        self._dataset = dataset.prefetch(tf.data.AUTOTUNE)
 
     def epochs(self) -> Iterator[Iterable[Any]]:
         return (self._dataset.as_numpy_iterator() for _ in itertools.repeat(None))
@@ -324,7 +329,9 @@ class _Tinyloader:
 
 
 class _Grain:
-    def __init__(self, job: Job, *, processes: bool) -> None:
+    """``counted``: as many loads at a time as there are workers."""
+
+    def __init__(self, job: Job, *, processes: bool, counted: bool = True) -> None:
         grain: Any = importlib.import_module("grain")
         dataset = grain.MapDataset.source(job.items if job.text is None else _LineIndex(job.text))
         if job.shuffle:
@@ -332,13 +339,19 @@ class _Grain:
         dataset = dataset.map(job.load).batch(job.batch_size, batch_fn=stacked)
         self._length = len(dataset)
         dataset = dataset.repeat(job.most_epochs + 3)
-        # Its own advice for data that is in memory: no threads.
-        threads = 0 if job.arrays is not None else 1 if processes else job.workers
-        ahead = _AHEAD * max(threads, 1)
-        batches = dataset.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead))
+        options = grain.ReadOptions()
+        if job.arrays is not None:
+            options.num_threads = 0  # its own advice for data that is in memory
+        elif counted:
+            options.num_threads = 1 if processes else job.workers
+            options.prefetch_buffer_size = _AHEAD * options.num_threads
+        # Elements are whole batches here: 500 of the larger ones are more than there is memory.
+        room = job.budget_bytes // (job.batch_size * job.sample_bytes * (job.workers if processes else 1))
+        options.prefetch_buffer_size = max(options.num_threads, min(options.prefetch_buffer_size, room), 1)
+        batches = dataset.to_iter_dataset(options)
         if processes:
-            options = grain.MultiprocessingOptions(num_workers=job.workers, per_worker_buffer_size=_AHEAD)
-            batches = batches.mp_prefetch(options)
+            crew = grain.MultiprocessingOptions(num_workers=job.workers, per_worker_buffer_size=_AHEAD)
+            batches = batches.mp_prefetch(crew)
         self._batches = iter(batches)
 
     def epochs(self) -> Iterator[Iterable[Any]]:
@@ -471,6 +484,8 @@ PEERS: Final[tuple[Contender, ...]] = (
     _tiny("tinyloader-shm", "tinyloader, workers, shared memory", shared=True),
     Contender("grain", "Grain, worker processes", functools.partial(_Grain, processes=True), "process", ("grain",)),
     Contender("grain-thread", "Grain, threads", functools.partial(_Grain, processes=False), "thread", ("grain",)),
+    Contender("grain-default", "Grain, worker processes of 16 threads each",
+              functools.partial(_Grain, processes=True, counted=False), "process", ("grain",)),
     Contender("spdl", "SPDL, threads", functools.partial(_Spdl, processes=False), "thread", ("spdl.pipeline",)),
     Contender("spdl-process", "SPDL, a pool of processes", functools.partial(_Spdl, processes=True), "process",
               ("spdl.pipeline",)),

@@ -17,7 +17,7 @@ from penstock._bench.claims import Verdict, judge
 from penstock._bench.contenders import CONTENDERS
 from penstock._bench.harness import Results, Summary
 from penstock._bench.limits import LIMITS
-from penstock._bench.workloads import WORKLOADS
+from penstock._bench.workloads import FULL, QUICK, WORKLOADS
 
 __all__ = ["as_html", "as_json", "as_markdown", "as_text", "write"]
 
@@ -59,10 +59,16 @@ def _mib(size_bytes: int | None) -> str:
     return "" if size_bytes is None else f"{size_bytes / 2**20:.0f}"
 
 
-def _ratio(ours: Summary | None, other: Summary) -> str:
-    if ours is None or ours is other or not ours.samples_per_s or not other.samples_per_s:
+def _times(one: Summary | None, other: Summary | None) -> float | None:
+    """How many times the rate of the other it has; None for a contender and itself, and where there is no rate."""
+    if one is None or other is None or one is other or not one.samples_per_s or not other.samples_per_s:
+        return None
+    return one.samples_per_s / other.samples_per_s
+
+
+def _ratio(ratio: float | None) -> str:
+    if ratio is None:
         return ""
-    ratio = ours.samples_per_s / other.samples_per_s
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
 
 
@@ -79,8 +85,14 @@ class _Table:
     head: Cells
     rows: tuple[Cells, ...]
     notes: tuple[str, ...]
+    ours: Summary | None
+    """Whose rate the others are compared with."""
     limit: Summary | None
     ran: tuple[Summary, ...]
+
+
+def _mib_of(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.0f} MiB"
 
 
 def _tables(results: Results) -> list[_Table]:
@@ -105,8 +117,8 @@ def _tables(results: Results) -> list[_Table]:
                 + ("" if summary.status == "ok" else " !"),
                 _rate(summary),
                 _spread(summary),
-                _ratio(summary, limit) if limit else "",
-                _ratio(ours, summary),
+                _ratio(_times(summary, limit)),
+                _ratio(_times(ours, summary)),
                 _time(summary.first_batch_s),
                 _time(summary.gap_s),
                 _time(None if summary.cpu_us_per_sample is None else summary.cpu_us_per_sample / 1e6),
@@ -125,9 +137,15 @@ def _tables(results: Results) -> list[_Table]:
             for summary in here
             if summary.left_behind
         ]
+        notes += [f"{absence.status}: {absence.reason}" for absence in results.absent if absence.workload == name]
+        if not ran and not notes:
+            notes.append("not run")
         rounds = max((summary.rounds for summary in ran), default=0)
-        title = f"{workload.title} ({rounds} round{'' if rounds == 1 else 's'})"
-        tables.append(_Table(name, title, head, tuple(rows), tuple(notes), limit, tuple(ran)))
+        said = [f"{rounds} round{'' if rounds == 1 else 's'}"]
+        if (budget_bytes := workload.budget_of(results.setup.budget_bytes)) != results.setup.budget_bytes:
+            said.append(f"budget {_mib_of(budget_bytes)}")
+        title = f"{workload.title} ({', '.join(said)})"
+        tables.append(_Table(name, title, head, tuple(rows), tuple(notes), ours, limit, tuple(ran)))
     return tables
 
 
@@ -149,6 +167,18 @@ def _aligned(head: Cells, rows: Sequence[Cells], *, left: Sequence[int] = (0,)) 
     ]  # fmt: skip
 
 
+def _sizes(results: Results) -> str:
+    """Which sizes were read: those of the mode, and as flags those that are others."""
+    usual, sizes = QUICK if results.setup.quick else FULL, results.setup.sizes
+    given = [
+        f"--{field.name.replace('_', '-')} {getattr(sizes, field.name):.15g}"
+        for field in dataclasses.fields(sizes)
+        if getattr(sizes, field.name) != getattr(usual, field.name)
+    ]
+    said = "quick sizes" if results.setup.quick else "full sizes"
+    return f"{said}, but {' '.join(given)}" if given else said
+
+
 def _about(results: Results) -> list[str]:
     machine, setup = results.machine, results.setup
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
@@ -156,9 +186,10 @@ def _about(results: Results) -> list[str]:
         f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}, Python {machine['python']}, {packages}",
         (
             f"{machine['date']}; at most {setup.rounds} rounds, {setup.memory_rounds} for memory; "
-            f"{setup.workers} workers, budget {setup.budget_bytes / 2**20:.0f} MiB, seed {setup.seed}; "
+            f"{setup.workers} workers, budget {_mib_of(setup.budget_bytes)}, seed {setup.seed}; {_sizes(results)}; "
             f"{results.took_s:.0f} s"
         ),
+        *(["interrupted: this is what was finished until then"] if results.interrupted else []),
     ]
 
 
@@ -166,7 +197,7 @@ def as_text(results: Results) -> str:
     """The whole run for a terminal."""
     lines = [*_about(results), ""]
     for table in _tables(results):
-        lines += [f"{table.name}: {table.title}", *_aligned(table.head, table.rows)]
+        lines += [f"{table.name}: {table.title}", *(_aligned(table.head, table.rows) if table.rows else [])]
         lines += [*(f"  {note}" for note in table.notes), ""]
     if claims := [_claim_cells(verdict) for verdict in judge(results.summaries)]:
         lines += ["claims", *_aligned(_CLAIM_HEAD, claims, left=(0, 4)), ""]
@@ -193,7 +224,7 @@ def as_markdown(results: Results) -> str:
             for s in table.ran
         ]  # fmt: skip
         head = ("", "rate", f"of {WORKLOADS[table.name].limits[0]}", "first batch", "gap", "CPU a sample", "MiB added")
-        lines += [f"**`{table.name}`**: {table.title}", "", *_piped(head, rows), ""]
+        lines += [f"**`{table.name}`**: {table.title}", "", *([*_piped(head, rows), ""] if rows else [])]
         lines += [*(f"- {note}" for note in table.notes), ""] if table.notes else []
     if claims := [_claim_cells(verdict) for verdict in judge(results.summaries)]:
         lines += _piped(_CLAIM_HEAD, claims)
@@ -203,6 +234,11 @@ def as_markdown(results: Results) -> str:
 def as_json(results: Results) -> str:
     """Every trial and every median."""
     tree = dataclasses.asdict(results)
+    tables = {table.name: table for table in _tables(results)}
+    for summary, each in zip(results.summaries, tree["summaries"], strict=True):
+        table = tables[summary.workload]
+        each["of_limit"] = _times(summary, table.limit)
+        each["penstock_over_it"] = _times(table.ours, summary)
     tree["claims"] = [
         {**dataclasses.asdict(verdict), "text": verdict.claim.text} for verdict in judge(results.summaries)
     ]
@@ -288,12 +324,12 @@ def as_html(results: Results) -> str:
         ),
     ]
     for table in _tables(results):
-        parts.append(f"<h2>{html.escape(table.title)}</h2>{_charts(table, results.setup.budget_bytes)}")
-        parts.append(
-            '<div class="wide"><table><tr>' + "".join(f"<th>{html.escape(cell)}</th>" for cell in table.head) + "</tr>"
-        )
-        parts += ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows]
-        parts.append("</table></div>")
+        parts.append(f"<h2>{html.escape(table.title)}</h2>")
+        if table.rows:
+            parts.append(f'{_charts(table, results.setup.budget_bytes)}<div class="wide"><table>')
+            for cells, tag in ((table.head, "th"), *((row, "td") for row in table.rows)):
+                parts.append("<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>")
+            parts.append("</table></div>")
         parts += [f'<p class="bad">{html.escape(note)}</p>' for note in table.notes]
     if claims := [_claim_cells(verdict) for verdict in judge(results.summaries)]:
         parts.append('<h2>Claims</h2><div class="wide"><table>')

@@ -1,5 +1,7 @@
 """Memory and CPU time of a process and all that came from it, read from outside. Linux only; elsewhere ``None``.
 
+And the names in /dev/shm that a process which was killed could not take back.
+
 Memory is PSS: a page that n processes map counts 1/n in each, so the sum over the tree counts shared memory once. A
 segment that is on its way and mapped by nobody is not seen; that flatters loaders which send segments, not Penstock.
 """
@@ -7,11 +9,17 @@ segment that is on its way and mapped by nobody is not seen; that flatters loade
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Set
 from typing import Final
 
-__all__ = ["cpu_s", "pss_bytes", "tree"]
+__all__ = ["cpu_s", "pss_bytes", "remove_segments", "segments", "tree"]
 
 _TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
+
+_SHM: Final = "/dev/shm"
+# As multiprocessing and torch name what they share. Others clean up for themselves, or are not ours to judge.
+_SEGMENT: Final = re.compile(r"(psm_|torch_|sem\.|mp-)")
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -64,3 +72,52 @@ def cpu_s(root: int) -> float | None:
         if (fields := _stat(pid)) is not None:
             ticks += sum(int(field) for field in fields[11:15])
     return ticks * _TICK_S or None
+
+
+def segments() -> set[str]:
+    """Names of shared memory and semaphores of this user that a contender may have made."""
+    try:
+        names = os.listdir(_SHM)
+    except OSError:
+        return set()  # this system has no such folder
+    found = set()
+    for name in filter(_SEGMENT.match, names):
+        try:
+            if os.lstat(f"{_SHM}/{name}").st_uid == os.getuid():
+                found.add(name)
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def _in_use() -> set[str]:
+    """Names in /dev/shm that some process maps or has open."""
+    paths = []
+    for pid in (name for name in os.listdir("/proc") if name.isdigit()):
+        try:
+            with open(f"/proc/{pid}/maps", errors="replace") as file:
+                paths += [line.split(maxsplit=5)[-1].rstrip("\n") for line in file if f"{_SHM}/" in line]
+            fds = os.listdir(f"/proc/{pid}/fd")
+        except OSError:
+            continue  # it ended, or is another user's
+        for fd in fds:
+            try:
+                paths.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+            except OSError:
+                continue  # closed by now
+    return {path.removeprefix(f"{_SHM}/") for path in paths if path.startswith(f"{_SHM}/")}
+
+
+def remove_segments(before: Set[str]) -> list[str]:
+    """Remove the names that appeared since ``before`` and that no process uses; gives them."""
+    new = segments() - before
+    if not new:
+        return []
+    removed = []
+    for name in sorted(new - _in_use()):
+        try:
+            os.unlink(f"{_SHM}/{name}")
+        except OSError:
+            continue  # somebody was faster
+        removed.append(name)
+    return removed

@@ -32,6 +32,9 @@ Array = npt.NDArray[Any]
 # A page is what the kernel copies and maps at once; one word of each proves that all of them arrived.
 _PAGE_BYTES: Final = 4096
 _PAGE_WORDS: Final = _PAGE_BYTES // 8
+# By these the words of a page are summed, so that words which change places are seen. Odd ones: times an even number,
+# modulo 2**64, a change of the highest bits would vanish.
+_PLACES: Final = np.arange(1, 2 * _PAGE_WORDS, 2, dtype=np.uint64)
 # What the checks may remember, so that many short epochs do not show up as memory of the contender.
 _RECORD_BYTES: Final = 48 * 2**20
 
@@ -137,6 +140,8 @@ class Job:
     """Loading one sample is work enough to be a task of its own."""
     wait_s: float = 0.0
     """What each load waits for something far away, besides which it does nothing."""
+    waiting: bool = False
+    """Loads wait, and do nothing else: all that a loader can do is to have more of them wait at once."""
     finish: Callable[[Any], Any] | None = None
     """What makes samples of rows of ``arrays``: of a whole batch of them, or of one; ``load`` gathers one as well."""
     chill: Callable[[], float] | None = None
@@ -163,8 +168,31 @@ class Workload:
     """folder, sizes, workers, seed, budget_bytes -> Job"""
     budget_bytes: int | None = None
     """The budget that belongs to it; None: the one that the run was given."""
+    most_budget_bytes: int | None = None
+    """What it has at most of the budget that the run was given."""
+    needs: tuple[str, ...] = ()
+    """Modules without which its data cannot be made or read."""
     quick: tuple[str, ...] = ("penstock", "penstock-auto", "loop", "torch")
     """Those of the contenders that a quick run has time for."""
+
+    def budget_of(self, given_bytes: int) -> int:
+        """The budget that it has in a run that was given this one."""
+        budget_bytes = self.budget_bytes or given_bytes
+        return budget_bytes if self.most_budget_bytes is None else min(budget_bytes, self.most_budget_bytes)
+
+
+def _other_form(batch: Array, shape: tuple[int, ...], dtype: Any) -> str:
+    """What is wrong with the type and the shape of the samples of a batch; empty when nothing is."""
+    if batch.dtype == dtype and batch.shape[1:] == shape:
+        return ""
+    return f"samples came as {batch.dtype}{list(batch.shape[1:])}, not {np.dtype(dtype)}{list(shape)}"
+
+
+def _page_sums(words: Array) -> Array:
+    """A number for each page, from all of its words and their places."""
+    # Not a product and its sum: that would take as much memory again, which would look like the contender's.
+    sums: Array = words.reshape(-1, _PAGE_WORDS) @ _PLACES
+    return sums
 
 
 def _epochs_with_room(samples: int, bytes_per_sample: int) -> int:
@@ -178,7 +206,7 @@ class _PageCheck:
     """For large arrays whose first word is the number of the file they came from."""
 
     def __init__(self, page_sums: Array, file_words: Array, expected: Array, *, epochs: int) -> None:
-        self._page_sums = page_sums  # (files, pages): the sum of all words of a page, modulo 2**64
+        self._page_sums = page_sums  # (files, pages): what _page_sums gives
         self._file_words = file_words  # (files,): the sum of the first words of all pages
         self._expected = expected
         # Filled, not empty: the first touch of these pages belongs to no contender.
@@ -201,11 +229,14 @@ class _PageCheck:
         self._record(batch)
 
     def verify(self, batch: Any) -> None:
+        form = _other_form(np.asarray(batch), (self._page_sums.shape[1], _PAGE_BYTES // 4), np.float32)
+        if form:
+            self._wrong.append(form)
         for words in self._record(batch):
             file = int(words[0])
             if file >= len(self._page_sums):
                 continue  # finish() says so
-            wrong = np.flatnonzero(words.reshape(-1, _PAGE_WORDS).sum(axis=1) != self._page_sums[file])
+            wrong = np.flatnonzero(_page_sums(words) != self._page_sums[file])
             if len(wrong):
                 self._wrong.append(
                     f"the sample of file {file} has {len(wrong)} wrong pages of {self._page_sums.shape[1]}, "
@@ -239,7 +270,7 @@ def _make_big(folder: Path, sizes: Sizes, seed: int) -> None:
         array = np.random.default_rng((seed, file)).random((pages, _PAGE_BYTES // 4), dtype=np.float32)
         words = array.reshape(-1).view(np.uint64)
         words[0] = file
-        sums[file] = words.reshape(-1, _PAGE_WORDS).sum(axis=1)
+        sums[file] = _page_sums(words)
         firsts[file] = words[::_PAGE_WORDS].sum()
         with open(folder / f"{file:05d}.npy", "wb") as out:
             np.save(out, array)
@@ -322,8 +353,17 @@ class _RowCheck:
     def verify(self, batch: Any) -> None:
         self.touch(batch)
         x, y = (np.asarray(leaf) for leaf in batch)
+        if y.dtype.kind != "i":
+            self._wrong.append(f"the numbers of the rows came as {y.dtype}, not as integers")
+            return
+        strange = y[(y < 0) | (y >= len(self._truth))]
+        if len(strange):
+            self._wrong.append(f"row {strange[0]} came, and there are {len(self._truth)}")
+            return
         right = self._made(self._truth[y])
-        if not np.array_equal(x, right):
+        if form := _other_form(x, right.shape[1:], right.dtype):
+            self._wrong.append(form)
+        elif not np.array_equal(x, right):
             wrong = np.flatnonzero((x != right).reshape(len(x), -1).any(axis=1))
             self._wrong.append(f"{len(wrong)} of {len(y)} rows of a batch are wrong, the first is row {y[wrong[0]]}")
 
@@ -341,7 +381,8 @@ class _RowCheck:
                     f"epoch {epoch} does not hold each of {rows} rows once and in place: {len(wrong)} are wrong"
                 )
         firsts = np.concatenate([
-            self._made(self._truth[start : start + 1024]).reshape(-1, self._truth[0].size)[:, 0]
+            # A copy: views would keep all that was made, and it would count as memory of the contender.
+            self._made(self._truth[start : start + 1024]).reshape(-1, self._truth[0].size)[:, 0].copy()
             for start in range(0, rows, 1024)
         ])  # fmt: skip
         if not np.array_equal(self._firsts[: self._count], firsts[self._ids[: self._count]]):
@@ -353,7 +394,7 @@ class _RowCheck:
 def _row_job(
     truth: Array, load: Callable[[Any], Any], batch_size: int, *,
     workers: int, seed: int, budget_bytes: int, least_s: float, arrays: tuple[Array, ...] | None = None,
-    costly: bool = False, wait_s: float = 0.0,
+    waiting: bool = False, wait_s: float = 0.0,
 ) -> Job:  # fmt: skip
     epochs = _epochs_with_room(len(truth), 8 + 4)
     shuffle = arrays is not None
@@ -370,7 +411,8 @@ def _row_job(
         most_epochs=epochs,
         shuffle=shuffle,
         arrays=arrays,
-        costly=costly,
+        costly=waiting,
+        waiting=waiting,
         wait_s=wait_s,
     )
 
@@ -398,8 +440,9 @@ def _rows_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes:
 # cifar: small pictures in memory, wanted shuffled, as floats and normalised
 
 # Of a whole picture, not three numbers: broadcasting over an axis of three takes NumPy several times as long.
-_MEAN: Final = np.tile(np.array([125.3, 123.0, 113.9], np.float32), (32, 32, 1))
-_SCALE: Final = np.tile(1 / np.array([63.0, 62.1, 66.7], np.float32), (32, 32, 1))
+_MEAN: Final = np.tile(np.array([125.3, 123.0, 113.9], np.float32), (32, 32, 1)).copy()
+_SCALE: Final = np.tile(1 / np.array([63.0, 62.1, 66.7], np.float32), (32, 32, 1)).copy()
+_MEAN.flags.writeable = _SCALE.flags.writeable = False  # threads may share what nobody writes to
 
 
 def _make_cifar(folder: Path, sizes: Sizes, seed: int) -> None:
@@ -417,6 +460,12 @@ def _normalised_too(rows: tuple[Array, Array]) -> tuple[Array, Array]:
     return _normalised(rows[0]), rows[1]
 
 
+def _normalise_into(rows: tuple[Array, Array], out: tuple[Array, Array]) -> None:
+    np.subtract(rows[0], _MEAN, out=out[0])
+    np.multiply(out[0], _SCALE, out=out[0])
+    out[1][...] = rows[1]
+
+
 def _load_picture(columns: tuple[Array, ...], row: int) -> tuple[Any, ...]:
     return _normalised(columns[0][row]), columns[1][row]
 
@@ -429,7 +478,10 @@ def _cifar_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes
         workers=workers, seed=seed, budget_bytes=budget_bytes, least_s=sizes.least_s, arrays=columns,
     )  # fmt: skip
     check = _RowCheck(x, epochs=job.most_epochs + 2, shuffled=True, made=_normalised)
-    return dataclasses.replace(job, check=check, finish=_normalised_too, sample_bytes=4 * x[:1].size + 8)
+    return dataclasses.replace(
+        job, check=check, finish=_normalised_too, sample_bytes=4 * x[:1].size + 8, load_into=_normalise_into,
+        spec=((x.shape[1:], "float32"), ((), "int64")),
+    )  # fmt: skip
 
 
 # latency: each load waits for something far away
@@ -448,7 +500,7 @@ def _latency_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_byt
     x = np.load(folder / "x.npy")
     wait_s = sizes.latency_ms / 1000
     return _row_job(
-        x, functools.partial(_load_from_afar, x, wait_s), sizes.latency_batch, costly=True, wait_s=wait_s,
+        x, functools.partial(_load_from_afar, x, wait_s), sizes.latency_batch, waiting=True, wait_s=wait_s,
         workers=workers, seed=seed, budget_bytes=budget_bytes, least_s=sizes.least_s,
     )  # fmt: skip
 
@@ -477,7 +529,7 @@ def _load_slowly(rows: Array, seconds: Array, item: int) -> tuple[Array, int]:
 def _slow_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: int) -> Job:
     x = np.load(folder / "x.npy")
     return _row_job(
-        x, functools.partial(_load_slowly, x, np.load(folder / "seconds.npy")), sizes.slow_batch, costly=True,
+        x, functools.partial(_load_slowly, x, np.load(folder / "seconds.npy")), sizes.slow_batch, waiting=True,
         workers=workers, seed=seed, budget_bytes=budget_bytes, least_s=sizes.least_s,
     )  # fmt: skip
 
@@ -556,13 +608,17 @@ def tokenize(line: str) -> Array:
     return row
 
 
+def _let_go(mapped: Array) -> None:
+    """Unmap what was looked at of a file, which else would count as memory of the contender."""
+    if isinstance(mapped, np.memmap) and hasattr(mmap, "MADV_DONTNEED"):
+        mapped._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]  # NumPy has no other name for it
+
+
 class TokenCheck:
     """For rows of tokens that begin with the number of their line."""
 
     def __init__(self, truth: Array, *, epochs: int) -> None:
         self._truth = truth
-        self.in_order = True
-        """Whether lines must come as they stand in the file; one that deals them to its workers takes this back."""
         self._places = 10 ** np.arange(_NUMBER_CHARS - 1, -1, -1)
         self._ids = np.full(len(truth) * epochs, -1, np.int64)
         self._count = 0
@@ -580,9 +636,12 @@ class TokenCheck:
         ids = self._ids[self._count - len(rows) : self._count]
         if ids.min() < 0 or ids.max() >= len(self._truth):
             return  # finish() says so
-        if rows.dtype != np.int32 or not np.array_equal(rows, self._truth[ids]):
+        if form := _other_form(rows, self._truth.shape[1:], np.int32):
+            self._wrong.append(form)
+        elif not np.array_equal(rows, self._truth[ids]):
             wrong = np.flatnonzero((rows != self._truth[ids]).any(axis=1))
             self._wrong.append(f"{len(wrong)} of {len(rows)} rows of a batch have the tokens of another line")
+        _let_go(self._truth)
 
     def finish(self) -> None:
         lines = len(self._truth)
@@ -590,7 +649,7 @@ class TokenCheck:
         if rest:
             raise WrongContent(f"{self._count} samples came; that is not a whole number of epochs of {lines}")
         for epoch, ids in enumerate(self._ids[: self._count].reshape(epochs, lines)):
-            wrong = np.flatnonzero((ids if self.in_order else np.sort(ids)) != np.arange(lines))
+            wrong = np.flatnonzero(ids != np.arange(lines))
             if len(wrong):
                 raise WrongContent(
                     f"epoch {epoch} does not hold each of {lines} lines once and in place: {len(wrong)} are wrong"
@@ -663,7 +722,9 @@ class _ShardCheck:
         self._see(np.asarray(batch), _PAGE_BYTES // 4)
 
     def verify(self, batch: Any) -> None:
-        self._see(np.asarray(batch), 1)
+        rows = np.asarray(batch)
+        self._wrong = self._wrong or _other_form(rows, _PATTERN.shape, np.float32)
+        self._see(rows, 1)
 
     def _see(self, rows: Array, step: int) -> None:
         ids = rows[:, 0].astype(np.int64)
@@ -734,8 +795,8 @@ def _shards_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_byte
 class _ImageCheck:
     """For pictures in the order of their files: some pixels of each in the timed epochs, all of them in the last."""
 
-    def __init__(self, some: Array, whole: Array, *, epochs: int) -> None:
-        self._some, self._whole = some, whole
+    def __init__(self, some: Array, whole: Array, *, shape: tuple[int, ...], epochs: int) -> None:
+        self._some, self._whole, self._shape = some, whole, shape
         self._seen = np.full(len(some) * epochs, -1, np.int64)
         self._count = 0
         self._wrong: list[str] = []
@@ -749,6 +810,8 @@ class _ImageCheck:
     def verify(self, batch: Any) -> None:
         first = self._count % len(self._some)
         self.touch(batch)
+        if form := _other_form(np.asarray(batch), self._shape, np.uint8):
+            self._wrong.append(form)
         sums = all_pixels(np.asarray(batch))
         wrong = np.flatnonzero(sums != self._whole.take(np.arange(first, first + len(sums)), mode="wrap"))
         if len(wrong):
@@ -815,6 +878,7 @@ def _images_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_byte
     paths = [str(folder / f"{number:06d}.jpg") for number in range(sizes.images)]
     epochs = _epochs_with_room(sizes.images, 8)
     penstock: Any = importlib.import_module("penstock")
+    shape = (sizes.images_size, sizes.images_size, 3)
     return Job(
         items=paths,
         load=_decoder(sizes),
@@ -822,7 +886,7 @@ def _images_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_byte
         source=functools.partial(penstock.images, paths, (sizes.images_size, sizes.images_size)),
         batch_size=sizes.images_batch,
         sample_bytes=3 * sizes.images_size**2,
-        check=_ImageCheck(truth["some"], truth["whole"], epochs=epochs + 2),
+        check=_ImageCheck(truth["some"], truth["whole"], shape=shape, epochs=epochs + 2),
         workers=workers,
         budget_bytes=budget_bytes,
         seed=seed,
@@ -835,7 +899,7 @@ def _images_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_byte
 _OURS: Final = ("penstock", "penstock-auto", "penstock-0", "penstock-thread")
 _ANY: Final = (
     *_OURS, "loop", "threads", "torch-0", "torch", "torch-fresh", "torch-stateful",
-    "tinyloader", "grain", "grain-thread", "spdl", "spdl-process", "spdl-arena", "tf-data",
+    "tinyloader", "grain", "grain-thread", "grain-default", "spdl", "spdl-process", "spdl-arena", "tf-data",
 )  # fmt: skip
 # And who gathers rows that are in memory. A plain loop that does is the limit.
 _IN_MEMORY: Final = (
@@ -848,7 +912,7 @@ WORKLOADS: Final = {
     for workload in (
         Workload(
             name="big",
-            title="big arrays: 24 MiB .npy files in the page cache",
+            title="big arrays: .npy files in the page cache",
             contenders=(
                 *_ANY, "penstock-into", "penstock-into-auto", "penstock-into-0", "penstock-into-thread",
                 "tinyloader-shm", "penstock-tinyloader",
@@ -861,7 +925,7 @@ WORKLOADS: Final = {
         ),
         Workload(
             name="rows",
-            title="small rows in memory: float32[128] and a label, shuffled",
+            title="small rows in memory: float32 and a label, shuffled",
             contenders=_IN_MEMORY,
             limits=("gather",),
             unit="samples",
@@ -871,15 +935,15 @@ WORKLOADS: Final = {
         ),
         Workload(
             name="cifar",
-            title="small pictures in memory: uint8[32, 32, 3] and a label, shuffled, normalised",
+            title="small pictures in memory: uint8 and a label, shuffled, normalised",
             contenders=(
-                *_IN_MEMORY, "penstock-load", "penstock-load-auto", "penstock-load-0", "penstock-load-thread",
+                *_IN_MEMORY, "penstock-many", "penstock-many-0", "penstock-many-thread",
             ),
             limits=("gather",),
             unit="samples",
             make=_make_cifar,
             job=_cifar_job,
-            quick=("penstock", "penstock-load", "torch-getitems", "torch"),
+            quick=("penstock", "penstock-many", "torch-getitems", "torch"),
         ),
         Workload(
             name="python",
@@ -892,7 +956,7 @@ WORKLOADS: Final = {
         ),
         Workload(
             name="lines",
-            title="lines of text, each made into 128 tokens of its bytes",
+            title="lines of text, each made into tokens of its bytes",
             contenders=(*_ANY, "torch-lines"),
             limits=("loops",),
             unit="samples",
@@ -901,17 +965,18 @@ WORKLOADS: Final = {
         ),
         Workload(
             name="images",
-            title="JPEG files of 400x350, decoded to 224x224",
+            title="JPEG files, decoded and made smaller",
             contenders=(*_ANY, "penstock-cache", "penstock-half"),
-            limits=("share", "side-by-side", "preloaded"),
+            limits=("share", "side-by-side", "preloaded", "preloaded-shared"),
             unit="samples",
             make=_make_images,
             job=_images_job,
+            needs=("PIL", "simplejpeg", "cv2"),
             quick=("penstock", "penstock-auto", "penstock-cache", "torch"),
         ),
         Workload(
             name="latency",
-            title="each load waits 5 ms, as for a network",
+            title="each load waits, as for a network",
             contenders=_ANY,
             limits=("waits",),
             unit="samples",
@@ -929,14 +994,16 @@ WORKLOADS: Final = {
         ),
         Workload(
             name="shards",
-            title="rows of 192 KiB in .npy shards, shuffled, read from a cold disk",
+            title="rows in .npy shards, shuffled, read from a cold disk",
             contenders=(
-                *_OURS, "penstock-blocks", "threads", "torch", "torch-4", "grain", "grain-thread", "spdl", "tf-data",
+                *_OURS, "penstock-blocks", "threads", "torch", "torch-4", "grain", "grain-thread",
+                "grain-default", "spdl", "tf-data",
             ),
-            limits=("disk",),
+            limits=("disk", "disk-blocks"),
             unit="bytes",
             make=_make_shards,
             job=_shards_job,
+            most_budget_bytes=_SHARD_BUDGET,
             quick=("penstock", "penstock-blocks", "threads", "torch"),
         ),
     )

@@ -7,16 +7,23 @@ kills workers and looks what that costs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import math
+import os
+import signal
 import sys
-from collections.abc import Iterable
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock._core.budget import parse_size
 
 if TYPE_CHECKING:
-    from penstock._bench.harness import Summary
+    from penstock._bench.harness import Results, Summary
     from penstock._bench.workloads import Sizes
 
 __all__ = ["add_arguments", "run"]
@@ -66,6 +73,12 @@ _SIZES_HELP = {
 }
 # Quick is a promise of less than three minutes; this leaves room for the round that is running when time is up.
 _QUICK_S = 130.0
+# Whoever asks twice to end it within this time would only keep it from cleaning up.
+_CLEAN_S = 5.0
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which is to end a run as Ctrl-C does."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,18 +102,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--contender", action="append", choices=contenders, metavar="NAME",
         help=f"only this one; repeat for more, out of {', '.join(contenders)} (all)",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=_count, metavar="N", help="timed rounds (5, quick 3)")
+    parser.add_argument("--rounds", type=_count, metavar="N", help="timed rounds (5; quick: up to 3, as time allows)")
     parser.add_argument(
-        "--memory-rounds", type=_count_or_none, metavar="N", help="further rounds, only to sample memory (1, quick 0)"
+        "--memory-rounds", type=_natural, metavar="N", help="further rounds, only to sample memory (1, quick 0)"
     )
     parser.add_argument("--workers", type=_count, default=2, metavar="N", help="workers of whoever has some (2)")
     parser.add_argument("--memory", type=_memory, metavar="SIZE", help='budget of Penstock ("1 GiB")')
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what the data is made from (0)")
+    parser.add_argument("--seed", type=_natural, default=0, metavar="N", help="what the data is made from (0)")
     parser.add_argument("--timeout", type=_positive, metavar="S", help="seconds for one trial (180, quick 25)")
     parser.add_argument(
         "--out", type=Path, default=Path(".bench"), metavar="DIR", help="for bench.json and bench.html (.bench)"
     )
-    parser.add_argument("--markdown", action="store_true", help="print the tables as docs/performance.md has them")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown, with the columns that matter most")
     sizes = parser.add_argument_group("sizes")
     for field in dataclasses.fields(FULL):
         full, quick = getattr(FULL, field.name), getattr(QUICK, field.name)
@@ -117,15 +130,26 @@ def run(args: argparse.Namespace) -> int:
         return _memory_run(args)
     if args.kind == "faults":
         return _faults_run(args)
-    from penstock._bench import harness, report
+    from penstock._bench import harness
     from penstock._bench.workloads import FULL, QUICK, WORKLOADS
 
-    sizes = QUICK if args.quick else FULL
+    workloads = tuple(dict.fromkeys(args.workload or WORKLOADS))
+    known = tuple(dict.fromkeys(name for workload in workloads for name in WORKLOADS[workload].contenders))
+    if strange := [name for name in args.contender or () if name not in known]:
+        print(
+            f"penstock: {', '.join(dict.fromkeys(strange))}: no contender of {', '.join(workloads)}; "
+            f"these are: {', '.join(known)}",
+            file=sys.stderr,
+        )
+        return 2
+    if not _can_write(args.out, "bench.json", "bench.html"):
+        return 1
     setup = harness.Setup(
-        workloads=tuple(args.workload or WORKLOADS),
+        workloads=workloads,
         contenders=None if args.contender is None else tuple(args.contender),
+        quick=args.quick,
         few=args.quick and args.contender is None,
-        sizes=_resized(sizes, args),
+        sizes=_resized(QUICK if args.quick else FULL, args),
         rounds=args.rounds or (3 if args.quick else 5),
         memory_rounds=args.memory_rounds if args.memory_rounds is not None else (0 if args.quick else 1),
         workers=args.workers,
@@ -134,11 +158,31 @@ def run(args: argparse.Namespace) -> int:
         timeout_s=args.timeout or (25.0 if args.quick else 180.0),
         within_s=_QUICK_S if args.quick and args.rounds is None else None,
     )
-    results = harness.run(setup, tell=_tell)
-    print(f"\n{report.as_markdown(results) if args.markdown else report.as_text(results)}")
-    for path in report.write(results, args.out):
-        print(f"wrote {path}")
-    return _code(results.summaries)
+    try:
+        with _terminable():
+            try:
+                return _show(harness.run(setup, tell=_tell), args)
+            except harness.Interrupted as error:
+                _tell("interrupted")
+                if error.results.outcomes:  # else nothing is worth replacing what an earlier run wrote
+                    _show(error.results, args)
+                raise
+    except KeyboardInterrupt as error:
+        return _ended(error)
+
+
+def _ended(error: KeyboardInterrupt) -> int:
+    """The exit code of a run that was told to end."""
+    by = signal.SIGTERM if any(isinstance(e, _Terminated) for e in (error, error.__cause__)) else signal.SIGINT
+    return 128 + by
+
+
+def _show(results: Results, args: argparse.Namespace) -> int:
+    from penstock._bench import report
+
+    print(f"\n{report.as_markdown(results) if args.markdown else report.as_text(results)}", flush=True)
+    code = _written(lambda: report.write(results, args.out))
+    return code or _code(results.summaries) or int(any(absence.status == "failed" for absence in results.absent))
 
 
 def _memory_run(args: argparse.Namespace) -> int:
@@ -149,13 +193,20 @@ def _memory_run(args: argparse.Namespace) -> int:
     if given:
         print(f"penstock: bench memory has cases and budgets of its own: leave out {given}", file=sys.stderr)
         return 2
-    found = memory.run(
-        sizes=_resized(memory.SIZES, args), rounds=args.rounds or 3, workers=args.workers, seed=args.seed,
-        timeout_s=args.timeout or 60.0, tell=_tell,
-    )  # fmt: skip
-    print(f"\n{memory.as_text(found)}")
-    print(f"wrote {memory.write(found, args.out)}")
-    return _code((*found.cases.summaries, *found.costs.summaries))
+    if not _can_write(args.out, "memory.json"):
+        return 1
+    try:
+        with _terminable():
+            found = memory.run(
+                sizes=_resized(memory.SIZES, args), rounds=args.rounds or 3, workers=args.workers, seed=args.seed,
+                timeout_s=args.timeout or 60.0, tell=_tell,
+            )  # fmt: skip
+    except KeyboardInterrupt as error:  # half of it is no table
+        return _ended(error)
+    print(f"\n{memory.as_text(found)}", flush=True)
+    code = _written(lambda: [memory.write(found, args.out)])
+    absent = (*found.cases.absent, *found.costs.absent)
+    return code or _code((*found.cases.summaries, *found.costs.summaries)) or int(bool(absent))
 
 
 def _faults_run(args: argparse.Namespace) -> int:
@@ -164,10 +215,70 @@ def _faults_run(args: argparse.Namespace) -> int:
     if sys.platform != "linux":
         print("penstock: bench faults kills workers in the way of Linux, and this is another system", file=sys.stderr)
         return 2
+    if not _can_write(args.out, "faults.json"):
+        return 1
+    # Its workers are forked from here: they would take over what is done on SIGTERM, so that is left as it is.
     found = faults.run(rounds=args.rounds or (1 if args.quick else 3), workers=args.workers, seed=args.seed, tell=_tell)
-    print(f"\n{faults.as_text(found)}")
-    print(f"wrote {faults.write(found, args.out)}")
-    return 0 if all(each.right for each in found.runs) else 1
+    print(f"\n{faults.as_text(found)}", flush=True)
+    code = _written(lambda: [faults.write(found, args.out)])
+    return code or (0 if all(each.right for each in found.runs) else 1)
+
+
+def _can_write(folder: Path, *names: str) -> bool:
+    """Whether the files can be put there, before minutes are spent on what goes into them; says why not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        for path in (folder / name for name in names):
+            if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+                raise PermissionError(f"{path} is there and cannot be replaced")
+    except OSError as error:
+        _refuse(error)
+        return False
+    return True
+
+
+def _written(write: Callable[[], Iterable[Path]]) -> int:
+    """Write the files and name them; 1 when that failed after all."""
+    try:
+        for path in write():
+            print(f"wrote {path}")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _refuse(error)
+        return 1
+    return 0
+
+
+def _refuse(error: OSError) -> None:
+    print(f"penstock: cannot write to --out ({error}): give a folder that can be written to", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends it as Ctrl-C does, and while it cleans up after either, neither disturbs it."""
+    ended_s = -math.inf
+
+    def end(number: int, _: Any) -> None:
+        nonlocal ended_s
+        if time.monotonic() - ended_s < _CLEAN_S:
+            return
+        ended_s = time.monotonic()
+        raise _Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    # Whoever started it with one of them ignored, as nohup does, keeps it so.
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _resized(sizes: Sizes, args: argparse.Namespace) -> Sizes:
@@ -190,7 +301,7 @@ def _count(text: str) -> int:
     return value
 
 
-def _count_or_none(text: str) -> int:
+def _natural(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
@@ -199,8 +310,8 @@ def _count_or_none(text: str) -> int:
 
 def _positive(text: str) -> float:
     value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"{value} is not a finite number above 0")
     return value
 
 
