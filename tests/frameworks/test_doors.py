@@ -53,7 +53,11 @@ class TestMyOwn(DeviceSuite):
 
 @pytest.mark.parametrize(
     "suite",
-    ["TestJax", pytest.param("TestJaxSharded", marks=pytest.mark.slow), "TestTinygradCPU", "TestTinygradCL"],
+    [
+        "TestJax",
+        "TestTinygradCL",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("TestJaxSharded", "TestTinygradCPU")),
+    ],
 )
 def test_a_door_passes_the_suite(suite: str) -> None:
     """In a process of its own, as these frameworks start threads and keep them."""
