@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from penstock._core.patience import SlowLoad
     from penstock._core.place import Place, PlaceStats
     from penstock._core.plan import Plan
-    from penstock._core.program import Into, Pad, Padded, Retry, into
+    from penstock._core.program import Batched, Into, Pad, Padded, Retry, batched, into
     from penstock._core.source import Reader, Row, Source, arrays
     from penstock._core.spec import OnDevice
     from penstock._core.stats import Stats
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batched",
     "Blocks",
     "BudgetError",
     "BudgetWarning",
@@ -93,6 +94,7 @@ __all__ = [
     "WorkerInfo",
     "WorkerLost",
     "arrays",
+    "batched",
     "hdf5",
     "images",
     "into",
@@ -106,6 +108,7 @@ __all__ = [
 
 # Where each name lives. It is imported when it is first asked for: a worker needs half of them, and starts the sooner.
 _HOMES: Final = {
+    "Batched": "penstock._core.program",
     "Blocks": "penstock._core.blocks",
     "BudgetError": "penstock._core.errors",
     "BudgetWarning": "penstock._core.errors",
@@ -146,6 +149,7 @@ _HOMES: Final = {
     "WorkerInfo": "penstock._core.context",
     "WorkerLost": "penstock._core.errors",
     "arrays": "penstock._core.source",
+    "batched": "penstock._core.program",
     "hdf5": "penstock._core.hdf5",
     "images": "penstock._core.images",
     "into": "penstock._core.program",

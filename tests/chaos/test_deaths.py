@@ -408,6 +408,7 @@ def test_a_feed_can_be_used_again_after_a_death_was_reported() -> None:
             assert len(seen) <= VICTIM
 
 
+@pytest.mark.slow
 def test_when_everything_kills_it_ends() -> None:
     """With skip too: a run of failures shows that everything fails."""
     settings: dict[str, Any] = {"memory": MEMORY, "num_workers": 2, "on_error": "skip"}
@@ -492,6 +493,110 @@ def test_an_item_that_keeps_its_worker_from_answering_is_found(
     capfd.readouterr()  # they say why they cannot answer
 
 
+MADE_OF: dict[str, dict[str, Any]] = {
+    "list": {"collate_fn": "list"},
+    "pad": {"collate_fn": "pad"},
+    "callable": {"collate_fn": np.array},
+    "three an item": {"samples_per_item": 3},
+    "any number": {"samples_per_item": None},
+}
+
+
+FORMS = [pytest.param(name, marks=SLOW if name in ("pad", "any number") else ()) for name in MADE_OF]
+
+
+def several(load: Callable[[int], Any], settings: dict[str, Any]) -> Callable[[int], Any]:
+    """The same load for feeds that take several samples an item."""
+
+    def three(i: int) -> Any:
+        return [load(i)] * 3
+
+    return three if "samples_per_item" in settings else load
+
+
+@pytest.mark.parametrize("crew", ["forkserver", "portable fork", *(pytest.param(c, marks=SLOW) for c in OTHERS)])
+@pytest.mark.parametrize("size", [pytest.param(4, marks=SLOW), 24])
+@pytest.mark.parametrize("shape", FORMS)
+def test_an_item_that_harms_its_worker_costs_no_other_item_whatever_the_batches_are(
+    shape: str, size: int, start: dict[str, Any]
+) -> None:
+    """Samples that have no place of their own are done in parts, one behind the other."""
+    settings: dict[str, Any] = {"batch_size": size, "memory": MEMORY, "on_error": "skip", **MADE_OF[shape], **start}
+    times = 3 if "samples_per_item" in settings else 1
+    for workers in (1, 2):
+        with Feed(range(24), several(harming(), settings), num_workers=workers, **settings) as feed:
+            batches = [np.asarray(batch).tolist() for batch in feed]
+            assert [i for batch in batches for i in batch] == [i for i in range(24) for _ in range(times)]
+            assert {len(batch) for batch in batches[:-1]} <= {size}
+            assert feed.stats.skipped == []
+
+
+@pytest.mark.parametrize("crew", ["forkserver", "portable fork"])
+@pytest.mark.parametrize("shape", FORMS)
+@pytest.mark.parametrize("size", [pytest.param(4, marks=SLOW), 24])
+def test_an_item_that_keeps_its_worker_from_answering_is_found_whatever_the_batches_are(
+    shape: str, size: int, start: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where it is to be left out it is the only one; where it is not, it is the one that is named."""
+
+    def load(i: int) -> Any:
+        if i == BAD:
+            os.closerange(0, 200)
+        return i
+
+    settings: dict[str, Any] = {"batch_size": size, "memory": MEMORY, "num_workers": 2, **MADE_OF[shape], **start}
+    times = 3 if "samples_per_item" in settings else 1
+    with Feed(range(24), several(load, settings), on_error="skip", **settings) as feed:
+        seen = [i for batch in feed for i in np.asarray(batch).tolist()]
+        assert seen == [i for i in range(24) for _ in range(times) if i != BAD]
+        assert [item for item, _ in feed.stats.skipped] == [BAD]
+    with Feed(range(24), several(load, settings), **settings) as feed, pytest.raises(WorkerLost) as caught:
+        for _ in feed:
+            pass
+    assert caught.value.item == BAD
+    capfd.readouterr()  # they say why they cannot answer
+
+
+@pytest.mark.parametrize("crew", ["forkserver", "portable fork"])
+def test_of_a_batch_that_kills_only_as_a_whole_that_is_said(start: dict[str, Any]) -> None:
+    """None of its items does so by itself: nobody is accused without a word."""
+    settings: dict[str, Any] = {"batch_size": 24, "memory": MEMORY, "num_workers": 2, **start}
+    with Feed(range(24), harming(), collate_fn=np.array, **settings) as feed:
+        with pytest.raises(WorkerLost, match="nobody died of it alone") as caught:
+            for _ in feed:
+                pass
+        assert caught.value.item == BAD + 1
+
+
+@pytest.mark.parametrize("crew", ["forkserver", "portable fork"])
+@pytest.mark.parametrize("shape", ["rows", *FORMS])
+@pytest.mark.parametrize("first", ["harms", "silences", "kills"])
+def test_what_the_first_items_do_to_their_worker_costs_no_other_item(
+    first: str, shape: str, start: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are tried together for the plan; one that does not kill by itself is enough for that."""
+    harmed: list[int] = []
+
+    def load(i: int) -> Any:
+        if harmed or (i == 1 and first == "kills"):
+            os._exit(3)
+        if i == 1 and first == "harms":
+            harmed.append(i)
+        if i == 1 and first == "silences":
+            os.closerange(0, 200)
+        return i
+
+    shaping = MADE_OF.get(shape, {})
+    settings: dict[str, Any] = {"batch_size": 4, "memory": MEMORY, "num_workers": 2, **shaping, **start}
+    times = 3 if "samples_per_item" in settings else 1
+    with Feed(range(24), several(load, settings), on_error="skip", **settings) as feed:
+        seen = [i for batch in feed for i in np.asarray(batch).tolist()]
+        lost = [] if first == "harms" else [1]
+        assert seen == [i for i in range(24) for _ in range(times) if i not in lost]
+        assert [item for item, _ in feed.stats.skipped] == lost
+    capfd.readouterr()  # they say why they cannot answer
+
+
 def test_many_items_that_harm_their_workers_cost_no_other_item() -> None:
     """Whoever gets what another died of may be harmed as well, but not the one that takes the place of the dead."""
     for size in (4, 32):
@@ -533,7 +638,7 @@ def test_what_was_kept_of_a_task_that_is_taken_apart_is_right(tmp_path: Path) ->
             assert feed.stats.skipped == []
 
 
-@pytest.mark.parametrize("size", [1, 3, 4, 16])
+@pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=SLOW) for size in (1, 3, 16))])
 def test_a_feed_whose_first_items_kill_leaves_only_those_out(size: int) -> None:
     """Whether they are in one task or each in its own: each is given its three tries at once."""
 
@@ -548,7 +653,64 @@ def test_a_feed_whose_first_items_kill_leaves_only_those_out(size: int) -> None:
             assert values(feed) == [item for item in range(first, 40) if item not in bad]
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("crew", ["forkserver", "portable fork"])
+@pytest.mark.parametrize(
+    ("first", "kills", "harms", "count"),
+    [
+        ("raise", (), (0,), 1),
+        ("raise", (), (0,), 5),
+        ("skip", (), (0,), 1),
+        ("skip", (1, 2, 3), (0, 4), 5),
+        ("skip", (0,), (1,), 2),
+    ],
+)
+def test_one_that_can_be_loaded_only_once_is(
+    kills: tuple[int, ...], harms: tuple[int, ...], count: int, first: Any, start: dict[str, Any]
+) -> None:
+    """A probe loads again what it has loaded, to see how long that takes: nobody is to blame for dying of that."""
+    harmed: list[int] = []
+
+    def load(i: int) -> Any:
+        if harmed or i in kills:
+            os._exit(4)
+        if i in harms:
+            harmed.append(i)
+        return i
+
+    for size in (1, 4):
+        with Feed(range(count), load, batch_size=size, memory=MEMORY, num_workers=1, on_error=first, **start) as feed:
+            assert [i for batch in feed for i in batch.tolist()] == [i for i in range(count) if i not in kills]
+            assert [item for item, _ in feed.stats.skipped] == list(kills)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["rows", pytest.param("list", marks=SLOW)])
+@pytest.mark.parametrize("many", [19, 20])
+def test_how_many_may_kill_in_a_row_does_not_depend_on_the_batches(many: int, shape: str) -> None:
+    """Twenty: in one task or in several, among the first items or later, for any number of workers."""
+    for first, size, workers in ((0, 32, 1), (7, 4, 2), (10, 1, 1)):
+        bad = range(first, first + many)
+
+        def load(i: int, bad: range = bad) -> Any:
+            if i in bad:
+                os._exit(3)
+            return i
+
+        settings: dict[str, Any] = {"memory": MEMORY, "batch_size": size, "num_workers": workers, "on_error": "skip"}
+        with Feed(range(48), load, **settings, **MADE_OF.get(shape, {})) as feed:
+            if many == 20:
+                with pytest.raises(
+                    WorkerLost, match="20 items in a row did so, so that it is not the items: 3 workers"
+                ):
+                    for _ in feed:
+                        pass
+                continue
+            assert [i for batch in feed for i in np.asarray(batch).tolist()] == [i for i in range(48) if i not in bad]
+            assert [item for item, _ in feed.stats.skipped] == list(bad)
+            assert not any("skip" in str(error) for _, error in feed.stats.skipped)
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=SLOW), 4])
 def test_when_everything_kills_in_small_tasks_it_ends_soon(size: int) -> None:
     """Some twenty items, in however many tasks they are."""
 
@@ -992,7 +1154,7 @@ def _runs(pid: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("who", ["workers", "template", "everybody"])
+@pytest.mark.parametrize("who", ["everybody", *(pytest.param(who, marks=SLOW) for who in ("workers", "template"))])
 def test_kills_while_closing_do_no_harm(who: str) -> None:
     """What was to be ended is ended: that is all close wants."""
     for turn in range(4):

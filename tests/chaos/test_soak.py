@@ -118,9 +118,8 @@ def test_a_short_soak_of_processes_leaves_everything_flat() -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads /proc")
-@pytest.mark.parametrize(
-    "crew", ["inline", *(pytest.param(crew, marks=pytest.mark.slow) for crew in ("thread", "process"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("crew", CREWS)
 def test_a_thousand_epochs_three_hundred_feeds_two_hundred_stops_leave_everything_flat(crew: str) -> None:
     """As promised."""
     soak(crew, **LONG)

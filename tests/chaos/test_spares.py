@@ -8,6 +8,7 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 import numpy as np
+import pytest
 
 from penstock import Feed, WorkerLost
 from tests.chaos.test_deaths import kill, pids_of
@@ -58,6 +59,7 @@ def test_those_that_wait_take_the_places_of_those_that_die_and_others_wait() -> 
         assert feed.stats.peak_bytes <= feed.plan.memory
 
 
+@pytest.mark.slow
 def test_those_that_die_while_they_wait_are_replaced_and_not_for_ever() -> None:
     with feed_of("512 MiB") as feed:
         batches = iter(feed)
@@ -98,6 +100,7 @@ def test_with_their_template_those_that_wait_go_too() -> None:
         assert seen == list(range(len(seen)))
 
 
+@pytest.mark.slow
 def test_a_template_that_is_ended_again_and_again_is_said_to_have_worked_before() -> None:
     def slow(item: int) -> Any:
         time.sleep(0.3)

@@ -339,7 +339,7 @@ def test_without_memfd_the_portable_crew_takes_over() -> None:
 # ---------------------------------------- standard files
 
 
-CLOSED: Final = ["0", "1", "2", "0 1 2"]
+CLOSED: Final = ["0 1 2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("0", "1", "2"))]
 
 
 @pytest.mark.parametrize("closed", CLOSED)
@@ -458,7 +458,7 @@ def test_a_daemon_is_served() -> None:
     ).fine()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_child_of_multiprocessing_is_served(method: str, tmp_path: Path) -> None:
     """Daemonic ones may have no children of multiprocessing's kind; pools make such."""
     home = tmp_path / "served_within.py"
@@ -484,7 +484,9 @@ def test_a_child_of_multiprocessing_is_served(method: str, tmp_path: Path) -> No
 # ---------------------------------------- ways to run Python
 
 
-@pytest.mark.parametrize("way", ["-", "-i", "-I", "-E -s -B -O", "-W error"])
+@pytest.mark.parametrize(
+    "way", ["-I", "-W error", *(pytest.param(way, marks=pytest.mark.slow) for way in ("-", "-i", "-E -s -B -O"))]
+)
 def test_every_way_to_run_python_is_served(way: str, tmp_path: Path) -> None:
     """Without a file for __main__, isolated from the environment, typed line by line: load travels by value."""
     lines = program(

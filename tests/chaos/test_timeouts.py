@@ -15,7 +15,7 @@ import pytest
 import penstock
 from penstock import Feed, LoadTimeout, Retry, SlowLoad
 from penstock._core import patience
-from tests.chaos.test_deaths import METHODS, values
+from tests.chaos.test_deaths import values
 
 MEMORY = "512 MiB"
 ITEMS = 40
@@ -31,7 +31,9 @@ def pythons_own_process() -> None:
     resource_tracker.ensure_running()
 
 
-each_crew = pytest.mark.parametrize("method", [*METHODS, "portable"])
+each_crew = pytest.mark.parametrize(
+    "method", ["forkserver", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fork", "spawn", "portable"))]
+)
 
 
 def feed_of(load: Any, method: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Feed:
@@ -191,7 +193,7 @@ def test_a_cheap_load_with_a_timeout_still_gets_a_worker() -> None:
         assert feed.plan.workers == 1
 
 
-@pytest.mark.parametrize("crew", [{}, {"executor": "thread"}])
+@pytest.mark.parametrize("crew", [{}, pytest.param({"executor": "thread"}, marks=pytest.mark.slow)])
 def test_an_unusually_slow_load_is_told_of_once(crew: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a timeout nothing is ended, but nobody has to guess what it is that takes so long."""
     monkeypatch.setattr(patience, "SLOW_S", 0.6)
@@ -210,6 +212,7 @@ def test_an_unusually_slow_load_is_told_of_once(crew: dict[str, Any], monkeypatc
     assert "in slow" in text
 
 
+@pytest.mark.slow
 def test_a_timeout_works_whatever_thread_the_consumer_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """No signal handler and no main thread is needed."""
     seen: list[int] = []

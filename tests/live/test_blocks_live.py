@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import mmap
 import os
 import re
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +218,13 @@ def firsts(feed: Feed, batches: int = 8) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "memory"), [*(("file", memory) for memory in (64, 72, 80, 96, 160)), ("load", 64), ("load", 160)]
+    ("kind", "memory"),
+    [
+        ("file", 64),
+        ("load", 64),
+        *(pytest.param("file", memory, marks=pytest.mark.slow) for memory in (72, 80, 96, 160)),
+        pytest.param("load", 160, marks=pytest.mark.slow),
+    ],
 )
 def test_in_a_tight_budget_every_crew_has_the_same_order(kind: str, memory: int, tmp_path: Path) -> None:
     """What is mixed at a time follows from the budget alone: a crew that does not fit beside it is refused."""
@@ -409,3 +418,73 @@ def test_blocks_of_bytes_are_refused_where_samples_differ_in_size() -> None:
         pytest.raises(ValueError, match=r"samples differ in size here.*say Blocks\(rows=...\)"),
     ):
         next(iter(feed))
+
+
+@pytest.mark.parametrize("to", ["numpy", "torch"])
+def test_the_last_batch_of_a_group_keeps_no_slot_from_being_read_into(to: str) -> None:
+    """With two slots the consumer would hold one while it waits for the other, and nothing could be read meanwhile."""
+    if to == "torch":
+        pytest.importorskip("torch", reason="torch is not installed")
+    ran_on = threading.Event()
+
+    def load(i: int) -> Any:
+        time.sleep(0.001)  # slower than the consumer
+        return np.full(64, i)
+
+    blocks = Blocks(rows=20, group=100)
+    with Feed(range(500), load, batch_size=20, num_workers=2, memory="256 MiB", shuffle=blocks, to=to) as feed:
+        assert feed.plan.slots == 2
+        seen: list[int] = []
+        last = was = np.zeros(0)
+        for number, batch in enumerate(feed, 1):
+            seen += np.asarray(batch)[:, 0].tolist()
+            assert (np.asarray(last) == was).all()
+            if number % 5 == 0:
+                last, was = batch, np.asarray(batch).copy()
+                del batch
+                assert feed._launched is not None
+                if feed._launched.engine.held == 0:
+                    ran_on.set()
+        assert sorted(seen) == list(range(500))
+        assert feed.stats.copied == 0  # the consumer did nothing that it should know of
+    assert ran_on.is_set()
+
+
+def test_last_batches_that_are_kept_take_no_more_than_was_planned() -> None:
+    """Copies that nobody counts would be memory without a limit."""
+
+    def load(i: int) -> Any:
+        time.sleep(0.001)
+        return np.full(2**16, i, np.float32)
+
+    blocks = Blocks(rows=8, group=64)
+    with Feed(range(640), load, batch_size=16, num_workers=1, memory="200 MiB", shuffle=blocks) as feed:
+        with pytest.warns(penstock.ResourceHeld):
+            kept = [(batch, int(batch[0, 0])) for number, batch in enumerate(feed, 1) if number % 4 == 0]
+        assert feed.stats.copied
+        assert all((batch[0] == first).all() for batch, first in kept)
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="asks the page cache")
+def test_blocks_between_others_that_were_read_are_told_to_the_disk(tmp_path: Path) -> None:
+    """Rows do not begin with pages, so a neighbour's last page is this one's first: that says nothing of the rest."""
+    from penstock._core.arena import _resident_bytes
+    from penstock._core.source import _disk, _header
+
+    row_bytes, rows = 192 * 2**10, 63
+    np.save(tmp_path / "x.npy", np.zeros((rows, row_bytes // 4), np.float32))
+    file, _ = _header(str(tmp_path / "x.npy"))
+    with open(file.path, "r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapping:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        out = np.empty((21, row_bytes // 4), np.float32)
+        for first in (0, 42):
+            file.scatter(np.arange(first, first + 21), out, np.arange(21))
+        if _resident_bytes(mapping) > 50 * row_bytes:
+            pytest.skip("this file system keeps its files in memory, or reads more than it is asked for")
+        _disk._cold = False  # as after blocks that were all there
+        file.tell(np.arange(21, 42), absent=True)
+        until = time.monotonic() + 10
+        while _resident_bytes(mapping) < rows * row_bytes and time.monotonic() < until:
+            time.sleep(0.01)
+        assert _resident_bytes(mapping) >= rows * row_bytes

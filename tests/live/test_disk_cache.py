@@ -780,6 +780,35 @@ def test_pack_names_an_item_that_fails_and_keeps_what_came_before(folder: Path) 
         assert [item for item, _ in feed.stats.skipped] == [30]
 
 
+TOGETHER = """
+import time
+import numpy as np
+from penstock import Feed
+
+def load(i):
+    time.sleep(0.005)
+    return np.full(4, i)
+
+def make_feed():
+    return Feed(range(400), load, batch_size=4, memory="256 MiB", num_workers=2)
+"""
+
+
+def test_several_packs_of_one_folder_each_end_when_all_is_there(tmp_path: Path) -> None:
+    """Before, each said that what the other had made was missing."""
+    (tmp_path / "train.py").write_text(TOGETHER)
+    command = [sys.executable, "-m", "penstock", "pack", "train.py:make_feed", "--to", "kept"]
+    both = [
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    told = [process.communicate(timeout=100) for process in both]
+    for process, (out, err) in zip(both, told, strict=True):
+        assert process.returncode == 0, err
+        assert "400 of 400 items are in kept" in out
+    assert (np.load(tmp_path / "kept" / "rows.npy") >> 32 == 1).all()
+
+
 PACKED = """
 import numpy as np
 from penstock import Feed

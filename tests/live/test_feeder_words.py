@@ -195,16 +195,21 @@ def failing(number: int) -> Iterator[Any]:
     return twice(number)
 
 
+def twice_slowly(number: int) -> Iterator[Any]:
+    time.sleep(0.003)  # long enough for workers to be worth it, whatever the machine
+    return twice(number)
+
+
 def dying(number: int) -> Iterator[Any]:
     if number == 5:
         os._exit(3)
-    return twice(number)
+    return twice_slowly(number)
 
 
 def greedy(number: int) -> Iterator[Any]:
     if number == 5:
         np.ones(GiB(3) // 8)
-    return twice(number)
+    return twice_slowly(number)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +241,7 @@ def test_a_read_that_goes_wrong_is_told_in_the_words_of_this_interface(read: Any
 
 
 def once_slowly(number: int) -> Iterator[Any]:
-    time.sleep(0.003)  # long enough for workers to be worth it
+    time.sleep(0.003)  # as above
     yield np.full(2, number, np.float32)
 
 

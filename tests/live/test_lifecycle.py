@@ -665,7 +665,13 @@ def test_ctrl_c_gives_one_clean_traceback(settings: dict[str, Any]) -> None:
     assert ended.err.rstrip().endswith("KeyboardInterrupt")
 
 
-@pytest.mark.parametrize("settings", ALL_KINDS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(KINDS["process"], id="process"),
+        *(pytest.param(*one.values, id=one.id, marks=pytest.mark.slow) for one in ALL_KINDS if one.id != "process"),
+    ],
+)
 def test_ctrl_c_while_the_workers_start_gives_one_clean_traceback(settings: dict[str, Any]) -> None:
     """An interpreter that is just starting would print a traceback of its own imports."""
     for delay_ms in (0, 40, 120):
@@ -717,7 +723,9 @@ def test_killing_the_parent_ends_workers_that_are_stuck(method: str) -> None:
     assert running.end().code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["forkserver", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fork", "spawn"))]
+)
 def test_killing_the_parent_while_workers_start_leaves_none(method: str) -> None:
     """Between fork and the first instruction of ours there is a gap, for each process that is started."""
     for delay_s in (0.0, 0.02, 0.08, 0.2):

@@ -109,6 +109,7 @@ def several(item: int) -> Iterator[Any]:
         yield np.array([item, number, penstock.rng().integers(1000)])
 
 
+SLOW: Final = pytest.mark.slow
 MODES: Final[dict[str, dict[str, Any]]] = {
     "rows": {"load": tree, "shuffle": True, "cast": {"x": "float16"}},
     "whole": {"load": growing, "collate_fn": "pad"},
@@ -117,7 +118,7 @@ MODES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode if mode == "flow" else pytest.param(mode, marks=SLOW) for mode in MODES])
 def test_order_and_content_are_those_of_the_linux_crew(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with feed_of(range(150), **MODES[mode]) as feed:
         got = [copies(epoch) for epoch in feed.epochs(2)]
@@ -177,6 +178,7 @@ def test_workers_go_on_while_the_consumer_is_busy(tmp_path: Path) -> None:
 # ---------------------------------------- ends
 
 
+@pytest.mark.slow
 def test_early_stops_leave_nothing_and_the_next_epoch_is_right() -> None:
     for _ in range(3):
         with feed_of(iter(int, 1), lambda item: np.full(1000, item)) as feed:
@@ -251,7 +253,7 @@ def once(path: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode if mode == "rows" else pytest.param(mode, marks=SLOW) for mode in MODES])
 def test_a_killed_worker_loses_nothing(mode: str, tmp_path: Path) -> None:
     options = dict(MODES[mode])
     load = options.pop("load")
@@ -298,12 +300,14 @@ def test_an_item_that_kills_twice_is_told() -> None:
     assert (caught.value.item, caught.value.exitcode) == (13, 7)
 
 
+@pytest.mark.slow
 def test_an_item_that_kills_twice_can_be_skipped() -> None:
     with feed_of(range(40), exits, on_error="skip") as feed:
         assert [int(i) for batch in feed for i in batch] == [i for i in range(40) if i != 13]
         assert [item for item, _ in feed.stats.skipped] == [13]
 
 
+@pytest.mark.slow
 def test_an_item_that_kills_the_probe_is_told() -> None:
     with feed_of([13, 14], exits) as feed, pytest.raises(WorkerLost, match="loading 13"):
         list(feed)
@@ -430,6 +434,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert named(segments) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_with_one_traceback(tmp_path: Path) -> None:
     script = """
 import os, signal, threading, time, penstock

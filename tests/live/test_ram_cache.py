@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import warnings
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ import pytest
 
 import penstock
 from penstock import CacheWarning, Feed, MiB
+from penstock._core.cache import RamStore
+from penstock._core.engine import Engine, Unit
 from tests.live.crews import CREWS, each_crew, feed_of
 from tests.live.loads import Log
 
@@ -418,3 +422,82 @@ def test_a_budget_without_room_has_no_cache_and_works() -> None:
         next(iter(feed))
     with feed_with(caught.value.least) as feed:
         assert [int(x[0]) for _ in range(2) for batch in feed for x in batch] == 2 * list(range(N))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_large_batches_are_right_whoever_copies_them(shuffle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The consumer and the workers take turns, as they do when it is away longer now and then."""
+    turns: Counter[bool] = Counter()
+
+    def in_turns(engine: Engine, unit: Unit) -> bool:
+        assert engine.cache is not None
+        if not engine.cache.at_hand(unit.indices):
+            return False
+        here = unit.start % 15 < 10  # some by the consumer, then some by workers, with those before still on their way
+        turns[here] += 1
+        return here
+
+    def load(i: int) -> Any:
+        return np.full((1 << 20) + 5, i, np.uint8)  # rows that do not end with a page
+
+    monkeypatch.setattr(Engine, "_copies_here", in_turns)
+    with Feed(range(40), load, batch_size=5, shuffle=shuffle, num_workers=2, memory="256 MiB", cache="ram") as feed:
+        for _ in range(4):
+            seen: list[int] = []
+            kept: list[Any] = []
+            for batch in feed:
+                batch[:, 1:] += batch[:, :1]  # what a consumer does to a batch is its own affair
+                seen.extend(batch[:, 0].tolist())
+                kept = [*kept[-1:], batch]
+                assert all((2 * one[:, :1] == one[:, 1:]).all() for one in kept)
+            assert sorted(seen) == list(range(40))
+        assert feed.stats.cached == 3 * 40
+    assert turns[True]
+    assert turns[False]
+
+
+@each_crew
+def test_kept_batches_that_are_held_take_no_more_than_was_planned(crew: str) -> None:
+    """Whoever keeps more of them than there is memory for is told, in every epoch."""
+
+    def load(i: int) -> Any:
+        return np.full(2**18, i, np.float32)
+
+    with feed_of(crew, range(100), load, memory="256 MiB", cache="ram") as feed:
+        for _ in feed:
+            pass
+        before = feed.stats.copied
+        with pytest.warns(penstock.ResourceHeld) if not before else nullcontext():
+            everything = list(feed)
+        assert feed.stats.copied > before
+        assert [int(batch[0, 0]) for batch in everything] == list(range(0, 100, 4))
+        assert all((batch == batch[:, :1]).all() for batch in everything)
+        assert feed.stats.cached == 100
+        assert feed.stats.peak_bytes <= feed.plan.memory
+
+
+@each_crew
+def test_an_interrupt_while_a_batch_is_copied_loses_nothing_that_is_kept(
+    crew: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was being written that anybody else sees."""
+
+    def load(i: int) -> Any:
+        return np.full(2**18, i, np.float32)
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "_copies_here", lambda self, unit: self.cache.at_hand(unit.indices))
+    with feed_of(crew, range(40), load, memory="256 MiB", cache="ram") as feed:
+        for _ in feed:
+            pass
+        batches = iter(feed)
+        next(batches)
+        with monkeypatch.context() as patch:
+            patch.setattr(RamStore, "copy", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(batches)
+        cached = feed.stats.cached
+        assert [int(batch[0, 0]) for batch in feed] == list(range(0, 40, 4))
+        assert feed.stats.cached == cached + 40

@@ -533,3 +533,29 @@ def test_a_batch_that_an_interrupt_kept_from_the_consumer_does_not_count(monkeyp
         with pytest.raises(KeyboardInterrupt):
             next(batches)
         assert feed.state_dict()["position"] == 2
+
+
+@each_crew
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("collate_fn", [None, "list"])
+def test_a_state_from_the_middle_of_an_item_goes_on_there_in_batches_of_whole_items(
+    crew: str, begun: bool, collate_fn: str | None
+) -> None:
+    """A feed that is at work, with batches of whole items, would give the first samples of that item twice."""
+
+    def load(i: int) -> Any:
+        return iter([i * 10, i * 10 + 1])
+
+    options: dict[str, Any] = {"samples_per_item": 2, "collate_fn": collate_fn}
+    with feed_of(crew, range(8), load, batch_size=3, **options) as feed:
+        epoch = iter(feed)
+        assert list(map(int, next(epoch))) == [0, 1, 10]
+        state = feed.state_dict()
+        rest = [int(sample) for batch in epoch for sample in batch]
+    assert rest[0] == 11
+    with feed_of(crew, range(8), load, batch_size=4, **options) as feed:
+        if begun:
+            next(iter(feed))
+        feed.load_state_dict(state)
+        assert [int(sample) for batch in feed for sample in batch] == rest
+        assert sum(len(batch) for batch in feed) == 16

@@ -62,6 +62,27 @@ def test_whatever_speaks_against_threads_is_said(threads: Threads, said: str) ->
     assert plan.notes[:-1] == solve(Request(memory=MiB(80), cores=2), WAITS).notes
 
 
+@pytest.mark.parametrize(("ratio", "executor"), [(1.1, "thread"), (1.5, "thread"), (1.7, "process")])
+def test_many_rows_at_once_go_to_threads_where_processes_would_have_to_be_sent_them(
+    ratio: float, executor: str
+) -> None:
+    """Beside no workers at all even threads that slow each other down are more."""
+    sent = Footprint(
+        leaf_row_bytes=(12_288,),
+        load_bytes=4 * 2**20,
+        load_s=2e-6,
+        cpu_s=2e-6,
+        process_bytes=MiB(6),
+        item_bytes=3300,
+        batched=True,
+    )
+    plan = choose(Request(memory=GiB(1), cores=2, batch_size=256), sent, Threads(None, ratio))
+    assert (plan.executor, plan.workers) == (executor, 2 if executor == "thread" else 0)
+    assert ("need not be sent" in plan.notes[-1]) == (executor == "thread")
+    plain = choose(Request(memory=GiB(1), cores=2, batch_size=256), replace(sent, batched=False), Threads(None, ratio))
+    assert plain.workers == 0
+
+
 def test_no_word_of_either_without_workers() -> None:
     """A load that costs nothing runs in this process, and the plan says that already."""
     cheap = replace(WAITS, load_s=1e-7, cpu_s=1e-7)

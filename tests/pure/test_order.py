@@ -147,10 +147,10 @@ def test_large_shuffles_have_no_structure(n: int, key: int) -> None:
     assert abs(np.corrcoef(np.arange(n), result)[0, 1]) < 5 / np.sqrt(n)
 
 
-@pytest.mark.parametrize("n", [60_000, 70_001])
+@pytest.mark.parametrize("n", [6_000, 70_001])
 def test_any_position_lands_anywhere(n: int) -> None:
     """Over many epochs, the first batch is a fair sample of all items."""
-    keys = 2000 if n > 65_536 else 400
+    keys = 800 if n > 65_536 else 400
     landed = np.array([Permutation(n, mix(5, key))(np.array([0, 1, n // 2, n - 1])) for key in range(keys)])
     for column in landed.T:
         assert LOW - 6 < chi_square(column, n) < HIGH

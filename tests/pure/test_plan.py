@@ -301,6 +301,29 @@ def test_workers_follow_from_what_a_load_does(load_s: float, cpu_s: float, cores
     assert solve(Request(memory=GiB(8), cores=cores), footprint).workers == workers
 
 
+@pytest.mark.parametrize(
+    ("item_bytes", "load_s", "cores", "workers"),
+    [
+        (3_200, 6e-6, 2, 0),  # to send it costs as much as to load it
+        (3_200, 6e-6, 8, 8),  # where there are cores, that is shared too
+        (3_200, 40e-6, 2, 2),
+        (64, 6e-6, 2, 2),  # a name is sent for nothing
+        (1_000_000, 0.7e-3, 8, 0),  # the consumer would do nothing but send
+        (1_000_000, 0.1, 8, 8),
+    ],
+)
+def test_items_that_carry_data_are_sent_only_if_that_is_worth_it(
+    item_bytes: int, load_s: float, cores: int, workers: int
+) -> None:
+    """Rows of arrays in memory travel to a load in another process."""
+    footprint = Footprint(
+        leaf_row_bytes=(12_000,), load_bytes=12_000, load_s=load_s, cpu_s=load_s, item_bytes=item_bytes
+    )
+    request = Request(memory=GiB(8), cores=cores, batch_size=256, groups=True)
+    assert solve(request, footprint).workers == workers
+    assert solve(replace(request, num_workers=2), footprint).workers == 2
+
+
 def test_threads_that_would_wait_for_each_other_are_not_started() -> None:
     """One thread still overlaps with the consumer; more would only take the GIL from it."""
     held = Footprint(leaf_row_bytes=(1000,), load_bytes=2000, releases_gil=False)

@@ -21,6 +21,7 @@ __all__ = ["CONTROL_BYTES", "AnyArena", "Arena", "can_share"]
 
 # The first pages hold a record per worker (64 bytes: what it is doing), before any slot: 256 workers.
 CONTROL_BYTES: Final = 4 * PAGE
+_POPULATE_READ: Final = 22  # MADV_POPULATE_READ of Linux 5.14, for which Python has no name
 
 
 def can_share() -> bool:
@@ -45,6 +46,7 @@ class Arena:
         self._windows: list[tuple[int, int, mmap.mmap]] = []  # start, end, mapping
         self._resident: list[int] = []  # of each window of private memory, when last looked at
         self._owner = fd is None
+        self._foresees = True
         if shared and fd is None:
             import fcntl  # here, because Windows has none and needs the rest of this file
 
@@ -87,6 +89,17 @@ class Arena:
             mapping, start = self.window(offset, size)
             mapping.madvise(mmap.MADV_REMOVE, start, size)
             self._resident.clear()
+
+    def foresee(self, offset: int, size: int) -> None:
+        """Have bytes that another process wrote and this one will read mapped now, and not page by page then."""
+        if self.fd is None or not self._foresees:
+            return
+        mapping, start = self.window(offset, size)
+        first = start // PAGE * PAGE
+        try:
+            mapping.madvise(_POPULATE_READ, first, start + size - first)
+        except OSError:  # an older system
+            self._foresees = False
 
     def resident_bytes(self) -> int:
         """Memory that the arena really takes: what was never touched is not there."""

@@ -38,6 +38,7 @@ class Bookmark:
     drawn: int = 0
     """Items that earlier iterations were given: a one-time stream goes on after them."""
     skips_in_a_row: int = 0
+    lost_in_a_row: int = 0
     left_out: deque[int] = dataclasses.field(default_factory=deque)
     """Positions of the last items that were left out; those that were only read ahead are not passed yet."""
     told: set[str] = dataclasses.field(default_factory=set)

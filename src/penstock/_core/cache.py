@@ -15,6 +15,8 @@ of varying size, ``cache_disk`` for those that outlive the process.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal, Protocol
@@ -22,8 +24,10 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from penstock._core import machine
 from penstock._core.arena import AnyArena, Arena
 from penstock._core.budget import parse_size
+from penstock._core.copying import SHARED_BYTES, Hands
 from penstock._core.layout import PAGE, Layout
 from penstock._core.spec import Array, Spec
 from penstock._core.task import LOAD, Shelved, keep_at
@@ -53,6 +57,7 @@ _NOT_WANTED: Final = -3
 # Rows up to this are gathered by one call of NumPy through a copy; larger ones are worth a call each.
 SMALL_ROW_BYTES: Final = 16 * 2**10
 PIECE_BYTES: Final = 256 * 2**10
+FORESEEN_BYTES: Final = 64 * 2**10  # a call for each run of them is then a call for many pages
 
 
 class CacheWarning(UserWarning):
@@ -163,6 +168,9 @@ class Store(Protocol):
     def copy(self, places: Shelved, memory: Any, start: int) -> None:
         """Copy items that are at hand into the slot that begins there."""
 
+    def unclaimed(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Those of these items that nobody has or makes at the moment."""
+
     def wants(self) -> npt.NDArray[np.int64]:
         """The items that are not kept and could be."""
 
@@ -215,23 +223,32 @@ class RamShelf:
         """Gather rows: in one call where they follow each other in the slot."""
         if not len(places):
             return
-        first, count = int(at[0]), len(at)
-        dense = _follow(at)
-        run = int(places[0]) if _follow(places) else -1
+        if _follow(at):
+            first, last = int(at[0]), int(at[-1])
+            self.gather(places, [column[first : last + 1] for column in columns])
+            return
         for kept, column in zip(self._columns, columns, strict=True):
             if not kept.size:
                 continue
-            if dense and run >= 0:
-                column[first : first + count] = kept[run : run + count]
-            elif dense:
-                # "clip" because with "raise" NumPy gathers into a buffer first; places are never out of bounds.
-                np.take(kept, places, axis=0, out=column[first : first + count], mode="clip")
-            elif (size := kept.nbytes // len(kept)) <= SMALL_ROW_BYTES:
+            if (size := kept.nbytes // len(kept)) <= SMALL_ROW_BYTES:
                 for part in _pieces(len(at), size):
                     column[at[part]] = np.take(kept, places[part], axis=0)
             else:
                 for row, place in zip(at.tolist(), places.tolist(), strict=True):
                     column[row] = kept[place]
+
+    def gather(self, places: Shelved, columns: Sequence[Array]) -> None:
+        """Rows to the first rows of these columns, in order."""
+        count = len(places)
+        run = int(places[0]) if _follow(places) else -1
+        for kept, column in zip(self._columns, columns, strict=True):
+            if not kept.size:
+                continue
+            if run >= 0:
+                column[:count] = kept[run : run + count]
+            else:
+                # "clip" because with "raise" NumPy gathers into a buffer first; places are never out of bounds.
+                np.take(kept, places, axis=0, out=column[:count], mode="clip")
 
     def write(self, places: Shelved, columns: Sequence[Array], at: Shelved) -> Shelved:
         """Scatter rows to their places."""
@@ -258,7 +275,8 @@ def _pieces(count: int, row_bytes: int) -> Iterator[slice]:
 
 
 def _follow(places: Shelved) -> bool:
-    return int(places[-1]) - int(places[0]) == len(places) - 1 and bool((np.diff(places) == 1).all())
+    # Not np.diff, which takes four times as long for the few places of a batch.
+    return int(places[-1]) - int(places[0]) == len(places) - 1 and bool((places[1:] - places[:-1] == 1).all())
 
 
 def resident(arena: AnyArena, touched: int, size: int) -> tuple[int, int]:
@@ -283,12 +301,14 @@ class RamStore:
         spec = layout.spec
         size = Layout.of(spec, self._entries * each).nbytes
         self.form = RamForm(spec, self._entries, each, arena.extend(size))
+        self._columns = self.form.layout().columns
         self._size = -(-size // PAGE) * PAGE
         self._rows = np.full(indexed, _ABSENT, np.int32)
         self._used = 0
         self._free: list[int] = []
         self._tasks: dict[int, tuple[npt.NDArray[np.int64], Shelved]] = {}
         self._shelf: RamShelf | None = None
+        self._hands: Hands | None = None
         self.count = 0
 
     def look(self, indices: npt.NDArray[np.int64]) -> Shelved | None:
@@ -296,6 +316,8 @@ class RamStore:
         rows = self._rows
         if len(rows) == self._items:
             at = rows[indices].astype(np.int64)
+            if self.count == self._items:
+                return at
         else:
             at = np.where(indices < len(rows), rows[np.minimum(indices, len(rows) - 1)], _NOT_WANTED).astype(np.int64)
         missing = np.flatnonzero(at < 0)
@@ -343,6 +365,7 @@ class RamStore:
         indices, places = told
         numbers = np.frombuffer(kept, np.int64).tolist() if isinstance(kept, bytes) else [LOAD] * len(places)
         random = False
+        written: list[int] = []
         for index, place, number in zip(indices.tolist(), places.tolist(), numbers, strict=True):
             if place >= LOAD:
                 continue
@@ -350,11 +373,25 @@ class RamStore:
             if number >= 0:
                 self._rows[index] = row
                 self.count += 1
+                written.append(row)
             else:
                 random = random or number == NEVER
                 self._rows[index] = _NOT_WANTED if number == NEVER else _ABSENT
                 self._free.append(row)
+        self._foresee(written)
         return kept if isinstance(kept, str) else RANDOM if random else None
+
+    def _foresee(self, rows: list[int]) -> None:
+        """Have memory mapped in which a worker put large samples: the consumer may be the one that copies them."""
+        if not isinstance(self._arena, Arena) or self._layout.spec.sample_bytes * self._each < FORESEEN_BYTES:
+            return
+        rows.sort()
+        cuts = [0, *(at for at in range(1, len(rows)) if rows[at] != rows[at - 1] + 1), len(rows)]
+        for column in self._columns:
+            size = column.dtype.itemsize * math.prod(column.shape[1:]) * self._each
+            for start, stop in itertools.pairwise(cuts):
+                if stop > start and size:
+                    self._arena.foresee(self.form.offset + column.offset + rows[start] * size, (stop - start) * size)
 
     def withdrawn(self, task: int) -> None:
         """The places are free again."""
@@ -364,8 +401,19 @@ class RamStore:
         """Gather rows into a slot."""
         if self._shelf is None:
             self._shelf = self.form.open(self._arena)
-        columns = [items_first(column, self._each) for column in self._layout.arrays(memory, start)]
-        self._shelf.read(places, columns, np.arange(len(places)))
+        shelf, columns = self._shelf, [items_first(c, self._each) for c in self._layout.arrays(memory, start)]
+        if len(places) < 2 or len(places) * self._each * self._layout.spec.sample_bytes < SHARED_BYTES:
+            shelf.gather(places, columns)
+            return
+        if self._hands is None:
+            self._hands = Hands(machine.look().cores)
+        self._hands.share(
+            len(places), lambda first, behind: shelf.gather(places[first:behind], [c[first:behind] for c in columns])
+        )
+
+    def unclaimed(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Those of them that nobody else has or makes: nobody else does anything here."""
+        return indices
 
     def wants(self) -> npt.NDArray[np.int64]:
         """The first of those that are missing, as many as there is room for."""
@@ -383,6 +431,8 @@ class RamStore:
     def close(self) -> None:
         """Give the memory back: batches that are alive would keep all of it."""
         self._shelf = None
+        if self._hands is not None:
+            self._hands.close()
         if self._size:
             self._arena.discard(self.form.offset, self._size)
             self._size = 0

@@ -127,6 +127,10 @@ class DeviceStore:
         """Never asked for, as nothing is at hand."""
         raise AssertionError("what is kept on the device is not copied to slots")
 
+    def unclaimed(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Those of them that nobody else has or makes: nobody else does anything here."""
+        return indices
+
     def wants(self) -> npt.NDArray[np.int64]:
         """Nothing is loaded for its sake alone."""
         return np.empty(0, np.int64)

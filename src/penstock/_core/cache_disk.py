@@ -338,6 +338,18 @@ class DiskStore:
         missing = np.flatnonzero(~(self._complete | self._random))
         return missing[: max(0, self._most - self.count)] if self._stopped is None else missing[:0]
 
+    def unclaimed(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Those of these items that nobody has or makes at the moment; without a lock, as claiming asks again."""
+        if self._stopped is not None:
+            return indices[:0]
+        try:
+            owner = self._numbers(indices) >> np.uint64(32)
+        except OSError as error:
+            self._stop(said(error))
+            return indices[:0]
+        free: npt.NDArray[np.int64] = indices[owner == 0]
+        return free
+
     def refresh(self) -> None:
         """See what other jobs have made since, and forget the claims of those that died."""
         if self._stopped is not None:
@@ -684,6 +696,13 @@ class DiskStore:
             self._complete[start : start + len(part)] = part >> np.uint64(32) == _COMPLETE
         self.count = int(np.count_nonzero(self._complete))
 
+    def _numbers(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """What is noted of these items now; they are in order."""
+        now = np.empty(len(rows), "<u8")
+        for place, at, count in _runs(rows, np.arange(len(rows))):
+            _read(self._rows_fd, _bytes(now[at : at + count]), self._rows_at + 8 * place, _ROWS)
+        return now
+
     def _note(self, rows: npt.NDArray[np.int64], numbers: npt.NDArray[np.uint64]) -> None:
         numbers = numbers.astype("<u8")
         for place, at, count in _runs(rows, np.arange(len(rows))) if len(rows) else ():
@@ -705,10 +724,7 @@ class DiskStore:
             missing = missing[np.argsort(indices[missing], kind="stable")]
             wanted, first = np.unique(indices[missing], return_index=True)  # an item may come twice in a row
             missing = missing[first]
-            now = np.empty(len(wanted), "<u8")
-            for place, at, count in _runs(wanted, np.arange(len(wanted))):
-                _read(self._rows_fd, _bytes(now[at : at + count]), self._rows_at + 8 * place, _ROWS)
-            owner = now >> np.uint64(32)
+            owner = self._numbers(wanted) >> np.uint64(32)
             made = owner == _COMPLETE
             self._complete[wanted[made]] = True
             self.count += int(np.count_nonzero(made))

@@ -353,6 +353,10 @@ class HeapStore:
         """Never asked for."""
         raise AssertionError
 
+    def unclaimed(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Those of them that nobody else has or makes: nobody else does anything here."""
+        return indices
+
     def wants(self) -> npt.NDArray[np.int64]:
         """Those that are missing, if there is any room."""
         room = self._size - self._used + sum(size for _, size in self._rests)

@@ -19,6 +19,7 @@ __all__ = ["SIDE_BY_SIDE", "Threads", "choose"]
 
 # Two that wait for each other take 2 times as long; what is between is a load that holds the GIL part of the time.
 SIDE_BY_SIDE: Final = 1.3
+HARDLY: Final = 1.6  # and what is between may be memory that is no faster for two
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +41,25 @@ def choose(request: Request, footprint: Footprint, threads: Threads) -> Plan:
     except BudgetError as error:
         refused = error
     workers = plan.workers if plan is not None else 0
-    if threads.obstacle is not None or threads.ratio is None or threads.ratio > SIDE_BY_SIDE:
+    # Beside no workers at all, whatever is won is won.
+    most = HARDLY if footprint.batched and not workers else SIDE_BY_SIDE
+    if threads.obstacle is not None or threads.ratio is None or threads.ratio > most:
         if plan is None:
             raise refused or AssertionError
         return _noted(plan, _why_processes(threads, footprint)) if workers else plan
     # The batch stays what it is with processes, so that a larger budget never gives a smaller one.
     rows = request.batch_size if plan is None else plan.batch_size
     try:
-        other = solve(replace(request, executor="thread", batch_size=rows), footprint)
+        aside = replace(footprint, releases_gil=True)
+        other = solve(replace(request, executor="thread", batch_size=rows), aside)
     except BudgetError:
         other = None
     seen = f"two loads at once took {threads.ratio:.2f} times as long as one"
     if other is not None and other.workers > workers:
+        if footprint.batched and plan is not None and not workers:
+            return _noted(
+                other, f"threads: {seen}, load shares nothing that can change, and what it works on need not be sent"
+            )
         fits = f"{workers} would fit" if workers else "none would fit"
         return _noted(
             other,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from typing import Final
 
 import numpy as np
 
@@ -15,10 +16,12 @@ from penstock._core.order import rng_for
 
 __all__ = [
     "Moment",
+    "OneByOne",
     "WorkerInfo",
     "asked",
     "drew",
     "enter",
+    "enter_many",
     "leave",
     "restore",
     "rng",
@@ -28,12 +31,19 @@ __all__ = [
 ]
 
 
+MANY: Final = -(1 << 62)  # the index of no sample
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """Which worker runs this code: ``id`` counts from 0, ``count`` is how many there are."""
 
     id: int
     count: int
+
+
+class OneByOne(PenstockError):
+    """Several items are being loaded at once, and randomness was asked for, which belongs to one of them."""
 
 
 class Moment:
@@ -53,6 +63,8 @@ class Moment:
         """The generator of this sample; None outside of any."""
         if self.index is None:
             return None
+        if self.index == MANY:
+            raise OneByOne("penstock.rng() belongs to one sample, and several are being loaded at once")
         if self.generator is None or self._made_for != self.index:
             self.generator = rng_for(self.seed, self.epoch, self.index)
             self._made_for = self.index
@@ -98,6 +110,11 @@ def enter(seed: int, epoch: int, index: int) -> Moment:
     moment.generator = None
     moment.asked = False
     return moment
+
+
+def enter_many(seed: int, epoch: int) -> None:
+    """Several samples begin at once: none of them may ask for randomness."""
+    enter(seed, epoch, MANY)
 
 
 def asked() -> bool:

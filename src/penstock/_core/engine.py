@@ -35,6 +35,7 @@ from penstock._core.budget import MiB, format_bytes
 from penstock._core.cache import Store
 from penstock._core.cache_device import DeviceStore, Origin
 from penstock._core.crew import Crew
+from penstock._core.crew.inline import InlineCrew
 from penstock._core.errors import (
     BudgetError,
     BudgetWarning,
@@ -52,6 +53,7 @@ from penstock._core.kept import Began, Kept
 from penstock._core.ledger import Ledger, State
 from penstock._core.line_reader import Scatter, Stretch
 from penstock._core.order import Mixing
+from penstock._core.own import Own
 from penstock._core.patience import Patience, SlowLoad, users_level
 from penstock._core.plan import PARENT_BYTES, QUICK_GROUP_S, QUICK_LOAD_S, Plan, group_s, thread_slack
 from penstock._core.program import Probe
@@ -73,17 +75,23 @@ LOOK_S: Final = 0.05  # those who ask for numbers after every batch do not get n
 # would hold up much.
 TASKS_A_WORKER: Final = 4
 MOST_TASK_S: Final = 40e-3
+MANY_TASK_S: Final = 2e-3  # of a load that makes many samples at once, and is not to be called for a few
+# Loads that take long, and all as long as each other, are shared evenly with one task for everybody.
+LONG_LOAD_S: Final = 2e-3
+ALIKE: Final = 0.1
 BLOCK_TASK_BYTES: Final = 8 * 2**20
 TOLD_BYTES: Final = 40 * 2**20  # enough for the disks that were tried, and a page cache has room for it
 BLOCK_TASKS: Final = 3  # a worker, of a slot
 SKIPS_IN_A_ROW: Final = 100  # so many items one after the other that are left out mean that all will be
 TASK_ITEM_BYTES: Final = 2**19  # a task is made smaller where its items are large: they travel, and are held twice
 COPY_TASK_BYTES: Final = 4 * 2**20  # the same for samples that only have to be copied
+# Without workers, a slot is filled in a thread while the consumer is away if it is away for so much of the time that
+# it takes to fill one, and if that is more than it takes to wake the thread.
+EAGER_SHARE: Final = 0.5
+EAGER_S: Final = 2e-4
 # Copying a batch of this size takes about as long as telling a worker to, and being told that it was done.
 NEAR_BYTES: Final = 256 * 2**10
-FAR_BYTES: Final = 4 * 2**20  # one of this size may be copied faster by several than by one
-COPIES_TRIED: Final = 16  # each way, to see which is faster: that depends on the machine
-MESSAGES_S: Final = 1e-4  # to tell workers to copy, and to be told that it was done
+OWN_BLOCKS: Final = 2  # of memory for copies: the consumer has one while the other is filled
 COPY_S: Final = 1 / 4e9  # seconds a byte, until it is measured
 LEAST_TEXT_BYTES: Final = 2**18  # of the texts of a task that do not fit into their cells
 # Slots that grew stay so until this many batches would have fitted into what was planned.
@@ -137,6 +145,10 @@ class Chunk:
     """What its texts take, which are not in the slot."""
     origin: Origin | None = None
     """Which of its samples are kept on the device: they are not in the slot, where the others stand in a row."""
+    memory: Any = None
+    """Where it lies, if that is no slot but memory of its own."""
+    kept: Shelved | None = None
+    """What is still to be copied there."""
 
 
 class Engine:
@@ -158,11 +170,14 @@ class Engine:
         mixing: Mixing | None = None,
         cache: Callable[[AnyArena], Store | None] | None = None,
         scatters: bool = False,
+        own_bytes: int = 0,
+        many: bool = False,
     ) -> None:
         self.crew = crew
         self.plan = plan
         self.stats = Stats()
         self.mode = mode
+        self._many = many
         self._each = samples_per_item or 1
         self._mixing = mixing if mode is Mode.ROWS else None
         self._scatters = scatters
@@ -178,6 +193,13 @@ class Engine:
         kept = self.cache is not None and self.cache.in_memory
         self._grows = mode is Mode.ROWS and plan.batches_per_slot > 1 and self._mixing is None and not kept
         """Whether it is seen while it runs how many batches share a slot."""
+        room = 0 < own_bytes <= plan.free_bytes // (2 * OWN_BLOCKS)
+        self._copies_last = room and self._mixing is not None and plan.workers > 0 and plan.batches_per_slot > 1
+        large = plan.batches_per_slot == 1 and plan.batch_bytes > NEAR_BYTES
+        self._gathers = room and kept and mode is Mode.ROWS and large
+        self._own = Own(own_bytes, OWN_BLOCKS if self._copies_last or self._gathers else 0)
+        self.own_bytes = OWN_BLOCKS * own_bytes if self._copies_last or self._gathers else 0
+        """What batches may take that are given out as copies in memory of their own; it is nobody else's."""
         self._ledger = Ledger(slots)
         self._added = 0
         """Slots that were added because the consumer held all there were."""
@@ -205,20 +227,19 @@ class Engine:
         self._held = held
         self._weighs = False
         """Whether items are held only here: a stream's."""
-        self._most_held = items_bytes + plan.free_bytes * 3 // 4
+        self._most_held = items_bytes + (plan.free_bytes - self.own_bytes) * 3 // 4
         self._next_task = 1
         self._next_batch = 0
-        self._row_s = probe.load_s
+        self._row_s = self._row_spread_s = probe.load_s
         self._together = 1 if plan.workers else plan.batches_per_slot
         """Batches that may share a slot now: more and more, as loads prove to be quick. Without workers there is never
         more than one slot of loads that only seemed to be."""
         self._copy_s = COPY_S  # a byte
-        # By whom large ones were copied, workers or here: how many, and the least seconds a byte; not the mean, for the
-        # first ones touch slots that a process never did.
-        self._copies = [0, 0]
-        self._least_copy_s = [math.inf, math.inf]
         self._gave_at_s = time.perf_counter()
+        self._gave_rows = 0
         self._away_s = 0.0
+        self._eager = False
+        """Whether the next slot is filled in a thread while the consumer is away, though there are no workers."""
         self._patience = Patience()
         # What loads in this process hold at once; a worker process is measured instead.
         self._inside_bytes = 0
@@ -237,7 +258,7 @@ class Engine:
         """Batches that are put together in this process, in memory that is not the arena's."""
         self._texts_most = 0
         """The most that texts took since memory was looked at."""
-        self._most_texts = plan.free_bytes * 3 // 4
+        self._most_texts = (plan.free_bytes - self.own_bytes) * 3 // 4
         self._batch_texts = 0
         """What the texts of one batch were seen to take."""
         self._measure_at_s = self._looked_at_s = 0.0
@@ -269,7 +290,8 @@ class Engine:
         with self._lock, self._section:
             self._cancel()
             self._source = units
-            self._ahead = ahead
+            # The disk is told of the unit after the next, too, which may be begun where nothing can be drawn.
+            self._ahead = 2 * ahead if self._mixing is not None and self._scatters else ahead
             if self.cache is not None:
                 self.cache.refresh()
             self.run += 1
@@ -305,6 +327,9 @@ class Engine:
         began = time.perf_counter()
         # How long the consumer was away, the last times more than those before.
         self._away_s += 0.3 * (began - self._gave_at_s - self._away_s)
+        if isinstance(self.crew, InlineCrew) and self.crew.may_help:
+            work_s = self._gave_rows // self._each * self._row_s
+            self._eager = work_s >= EAGER_S and self._away_s >= EAGER_SHARE * work_s
         if not self._units or self._units[0] is not self._last:
             self._last = None  # whoever asks for more has got it, and its items may be large
         waited = False
@@ -316,9 +341,10 @@ class Engine:
                     self._answer_requests()
                 found = self._ready_head(epoch)
                 # Without workers nothing is won by beginning the next one before it is asked for, but for the turn.
-                prepared = self._prepared[0] if self._prepared and not self.plan.workers else None
+                waits = not self.plan.workers and not self._eager
+                prepared = self._prepared[0] if self._prepared and waits else None
                 if found is None or prepared is None or prepared.epoch != epoch:
-                    self._fill(pull=True)
+                    self._fill(pull=True, asked=found is None)
                 if found is None and self.cache is not None:
                     found = self._ready_head(epoch)  # what was begun just now may have been there already
                 if found is not None:
@@ -326,6 +352,7 @@ class Engine:
                         self.stats.wait_s += time.perf_counter() - began
                     self._measure()
                     self._turn(epoch)
+                    self._gave_rows = found[1].rows
                     self._gave_at_s = time.perf_counter()
                     return found
                 if (self._units[0].epoch != epoch) if self._units else self._exhausted():
@@ -367,13 +394,21 @@ class Engine:
         Only what takes no longer than anybody would notice, for the consumer waits meanwhile.
         """
         unit = self._units[0] if self._units and not self.plan.workers and self.mode is Mode.ROWS else None
-        if unit is None or unit.epoch == epoch or not unit.open or len(unit.indices) * self._row_s > TURN_S:
+        if (
+            self._eager
+            or unit is None
+            or unit.epoch == epoch
+            or not unit.open
+            or len(unit.indices) * self._row_s > TURN_S
+        ):
             return
         for reply in self.crew.take():
             self._take(reply)
 
     def lease(self, chunk: Chunk) -> tuple[Any, int] | None:
         """Memory of a chunk whose last reference frees the slot; None when it has to be copied."""
+        if chunk.memory is not None:
+            return self._gathered(chunk)
         with self._lock, self._section:
             self._check_open()
             if not self._ledger.may_lease():
@@ -393,6 +428,8 @@ class Engine:
     def peek(self, chunk: Chunk) -> tuple[Any, int]:
         """Memory of a chunk to copy from; ``release`` it afterwards."""
         self._check_open()
+        if chunk.memory is not None:
+            return self._gathered(chunk)
         offset, capacity = self._regions[chunk.slot]
         return self.crew.arena.window(offset, capacity)
 
@@ -410,6 +447,18 @@ class Engine:
             chunk = unit.chunks[0]
             return chunk if (chunk.ready or unit.open == 0) and not chunk.failures and chunk.rows else None
 
+    def spare(self, run: int, epoch: int) -> Any:
+        """Memory for a copy of the last batch of a slot, if that is of use: None if not.
+
+        It is where the consumer has to wait for the next slot, and nothing more can be begun until it lets go of this
+        one: blocks of the slot after the next are then read meanwhile, and the disk never waits for the end of one
+        and the beginning of another.
+        """
+        if not self._copies_last or self._ledger.has_free or self.upcoming(run, epoch) is not None:
+            return None
+        with self._lock, self._section:
+            return self._own.take()
+
     def addresses(self) -> list[tuple[int, int]]:
         """Where the memory of the slots lies in this process: addresses and sizes, neighbours as one."""
         found: list[tuple[int, int]] = []
@@ -425,6 +474,8 @@ class Engine:
 
     def release(self, chunk: Chunk) -> None:
         """A chunk was copied: its slot is free."""
+        if chunk.memory is not None:
+            return
         with self._lock, self._section:
             self._ledger.copied(chunk.batch)
             self._fill(pull=False)
@@ -450,6 +501,7 @@ class Engine:
                 self.cache.close()
             unused = self._unused() if not self._section.broken else []
             self.crew.close()
+            self._own.close()
             if self.cache is not None:
                 self.cache.close()
             # A batch that is alive keeps the mapping, which is that of all slots: the others' memory goes now.
@@ -479,22 +531,31 @@ class Engine:
 
     # ---- filling
 
-    def _fill(self, *, pull: bool) -> None:
-        """Begin units while there are free slots; ``pull`` may call user code (a stream's iterator)."""
+    def _fill(self, *, pull: bool, asked: bool = False) -> None:
+        """Begin units while there are free slots; ``pull`` may call user code (a stream's iterator).
+
+        ``asked``: the consumer waits for the next one. What it copies itself is copied only then: it is still warm when
+        it is used, and lies in the two slots that are used in turn, not in a third.
+        """
         ledger = self._ledger
         if self._starved or (self.mode is Mode.WHOLE and self._requests):
             return  # what is free belongs to those who wait for room
-        most = self._most_units
+        most = self._most_units + self._eager
         while ledger.has_free and len(self._units) < most and self._light() and (unit := self._draw(pull)) is not None:
             if self.mode is Mode.FLOW and self._units and ledger.free < 2:
                 self._prepared.appendleft(unit)  # the last free slot belongs to the unit that is handed out next
                 break
             here = self._copies_here(unit)
-            if here and (self._units or not pull):
-                self._prepared.appendleft(unit)  # copied when it is asked for, it is still warm when it is used
+            if here and (self._units or not asked):
+                self._prepared.appendleft(unit)
                 break
-            self._begin(unit, here=here, pull=pull)
-        if pull and len(self._prepared) < self._ahead and (unit := self._draw(pull, fresh=True)) is not None:
+            if here and self._gathers and (memory := self._own.take()) is not None:
+                self._gather(unit, memory)
+            else:
+                # Whoever waits for it does it himself.
+                ahead = self._eager and not (asked and not self._units)
+                self._begin(unit, here=here, pull=pull, ahead=ahead)
+        while pull and len(self._prepared) < self._ahead and (unit := self._draw(pull, fresh=True)) is not None:
             self._prepared.append(unit)
 
     def _begun(self) -> list[Unit]:
@@ -557,34 +618,44 @@ class Engine:
         """Whether everything is kept in memory, and the consumer had better copy it itself than have it copied.
 
         That is so for small batches, which are copied in the time that messages take; and for a consumer that needs
-        batches faster than they can be copied: workers would only take turns with it. Large ones are then copied by
-        whoever is faster.
+        batches faster than they can be copied: workers would only take turns with it.
         """
         if self.cache is None or not self.cache.at_hand(unit.indices):
             return False
         if not self.plan.workers or self.plan.batch_bytes <= NEAR_BYTES:
             return True
         size = len(unit.indices) * self._each * self.plan.sample_bytes
-        if self._away_s >= size * self._copy_s:
-            return False
-        if self.plan.workers == 1 or self.plan.batch_bytes <= FAR_BYTES:
-            return True
-        if min(self._copies) < COPIES_TRIED:
-            return self._copies[1] < COPIES_TRIED
-        far_s, near_s = self._least_copy_s
-        return near_s <= far_s + MESSAGES_S / size
+        return self._away_s < size * self._copy_s
 
-    def _copy_here(self, unit: Unit, chunk: Chunk, kept: Shelved) -> None:
+    def _gather(self, unit: Unit, memory: Any) -> None:
+        """Have what is kept copied to memory of its own, as soon as nobody waits for the lock: no slot is needed."""
+        assert self.cache is not None
+        chunk = Chunk(self._next_batch, -1, len(unit.indices) * self._each, None, (), memory=memory)
+        chunk.kept = self.cache.look(unit.indices)
+        self._next_batch += 1
+        self.stats.cached += chunk.rows
+        unit.chunks.append(chunk)
+        self._units.append(unit)
+
+    def _gathered(self, chunk: Chunk) -> tuple[Any, int]:
+        """Memory of its own with all in it. Not in a section: nothing is lost if this is interrupted."""
+        if chunk.kept is not None:
+            try:
+                self._copy_here(chunk, chunk.kept, chunk.memory, 0)
+            finally:
+                self._check_open()  # closed by another thread meanwhile, nothing is there to be copied
+            chunk.kept = None
+            self._gave_at_s = time.perf_counter()  # the consumer was not away meanwhile
+        return chunk.memory, 0
+
+    def _copy_here(self, chunk: Chunk, kept: Shelved, memory: Any, start: int) -> None:
         assert self.cache is not None
         began = time.perf_counter()
-        self.cache.copy(kept, *self.crew.arena.window(*self._regions[chunk.slot]))
-        chunk.rows, unit.open = len(unit.indices) * self._each, 0
+        self.cache.copy(kept, memory, start)
         took_s = (time.perf_counter() - began) / max(1, chunk.rows * self.plan.sample_bytes)
-        self._copies[1] += 1
-        self._least_copy_s[1] = min(self._least_copy_s[1], took_s)
         self._copy_s += 0.2 * (took_s - self._copy_s)
 
-    def _begin(self, unit: Unit, *, here: bool, pull: bool) -> None:
+    def _begin(self, unit: Unit, *, here: bool, pull: bool, ahead: bool) -> None:
         self._weighs = unit.weight > 0
         count = loaded = len(unit.indices)
         kept: Shelved | None = None
@@ -607,7 +678,8 @@ class Engine:
         self._units.append(unit)
         offset, capacity = self._regions[chunk.slot]
         if here and kept is not None:
-            self._copy_here(unit, chunk, kept)
+            chunk.rows, unit.open = count * self._each, 0
+            self._copy_here(chunk, kept, *self.crew.arena.window(offset, capacity))
             self._ledger.done(idents[0])
             return
         if apart is not None and kept is not None:
@@ -637,7 +709,10 @@ class Engine:
                 self.cache.begun(ident, indices, task.kept)
                 loaded -= self.cache.held(task.kept)
             self._by_task[ident] = (unit, chunk, loaded, part)
-            self.crew.submit(task)
+            if ahead and isinstance(self.crew, InlineCrew):
+                self.crew.submit_ahead(task, start=pull)
+            else:
+                self.crew.submit(task)
 
     def _parts(self, indices: npt.NDArray[np.int64], loaded: int, weight: int) -> Sequence[Part]:
         """Which of these items each task has: so many that follow each other, or those of a block."""
@@ -696,8 +771,11 @@ class Engine:
         size = count
         if self._row_s > 0 and loaded:
             each_s = self._row_s * loaded / count
-            even = count // (TASKS_A_WORKER * self.plan.workers)
+            alike = each_s >= LONG_LOAD_S and self._row_spread_s < ALIKE * self._row_s
+            even = count // ((1 if alike else TASKS_A_WORKER) * self.plan.workers)
             size = max(int(task_s / each_s) + 1, min(even, int(MOST_TASK_S / each_s)))
+            if self._many:
+                size = max(size, int(MANY_TASK_S / each_s))
         size = min(size, COPY_TASK_BYTES // max(1, self.plan.sample_bytes * self._each) + 1) if not loaded else size
         return -(-count // max(1, count // size))  # all alike: no rest that is a task of its own
 
@@ -731,11 +809,8 @@ class Engine:
             self._account(reply.task)
             return
         # Recent tasks count more; the first ones, with cold caches, are soon forgotten.
-        if not count and self.mode is Mode.ROWS and isinstance(part, slice):
-            size = (part.stop - part.start) * self._each * self.plan.sample_bytes * max(1, self.plan.workers)
-            self._copies[0] += unit.open == 0
-            self._least_copy_s[0] = min(self._least_copy_s[0], reply.seconds / max(1, size))
         if count:
+            self._row_spread_s = 0.8 * self._row_spread_s + 0.2 * abs(reply.seconds / count - self._row_s)
             self._row_s = 0.8 * self._row_s + 0.2 * reply.seconds / count
             batch_s = max(self._row_s, reply.seconds / count) * self.plan.batch_size / self._each
             patience_s = group_s(self._row_s, self.plan.workers)
@@ -944,7 +1019,7 @@ class Engine:
                     _without(unit, unit.failure.ordinal) if unit.weight and self.mode is not Mode.FLOW else None
                 )
                 self._drop(unit)
-                raise error_of(unit.failure, unit, self.plan, spare_bytes=self._spare)
+                raise error_of(unit.failure, unit, self.plan, spare_bytes=self._spare + self.own_bytes)
         return None
 
     def _good_rows(self, failure: Failure) -> int:
@@ -1074,6 +1149,7 @@ class Engine:
         begun = self._begun()
         texts, self._texts_most = max(self._texts_most, self._texts()), 0
         stats.other_bytes = self._held() + sum(unit.weight for unit in begun) + self.beside_bytes + texts
+        stats.other_bytes += self._own.nbytes
         stats.other_bytes += self._launch_bytes
         stats.worker_bytes = self._inside_bytes
         if self._kept is not None:
@@ -1215,7 +1291,7 @@ def _item(unit: Unit, ordinal: int) -> Any:
 
 
 def error_of(failure: Failure, unit: Unit, plan: Plan | None = None, *, spare_bytes: int = 0) -> Exception:
-    """The exception that the consumer sees for an item that failed; ``spare_bytes`` belong to slots, not to workers."""
+    """The exception that the consumer sees for an item that failed; ``spare_bytes`` are free, but not for workers."""
     error = failure.error
     item = _item(unit, failure.ordinal)
     if isinstance(error, SpecError) and (error.item is None or unit.name is not None):

@@ -21,11 +21,13 @@ from penstock._core.batch import Assembler, nbytes_of, packed_batch, rows_batch
 from penstock._core.bookmark import Bookmark
 from penstock._core.cache import CacheWarning
 from penstock._core.cache_device import Origin
+from penstock._core.crew.lives import LOST_IN_A_ROW, all_lost
 from penstock._core.delivery import Delivery
 from penstock._core.engine import SKIPS_IN_A_ROW, Chunk, Engine, Unit, all_failed, error_of
-from penstock._core.errors import LoadError, SpecError, said
+from penstock._core.errors import LoadError, LoadTimeout, SpecError, WorkerLost, said
 from penstock._core.fill import COLLATE_INDEX, recast
 from penstock._core.launch import Launched
+from penstock._core.layout import Layout
 from penstock._core.patience import users_level
 from penstock._core.program import Pad
 from penstock._core.schedule import Schedule
@@ -200,6 +202,9 @@ class Epoch:
         elif shared.copy_of is not None:
             leaves = [leaf if isinstance(leaf, list) else self._copied(leaf) for leaf in leaves]
             self._note_copy()
+        elif shared.at == shared.rows > rows and (memory := launched.engine.spare(self.run, self.number)) is not None:
+            # Or the consumer would hold all of the slot with its last batch while it waits for the next one.
+            leaves = self._moved(leaves, memory)
         if shared.at == shared.rows:
             self._shared = None
             if shared.copy_of is not None:
@@ -211,6 +216,19 @@ class Epoch:
         # Last, here and elsewhere: should Ctrl-C come before the consumer has the batch, it was not handed out.
         self._place.move(self.number, shared.start + shared.at // self._each, 0)
         return batch
+
+    def _moved(self, leaves: list[Any], memory: Any) -> list[Any]:
+        """The same batch in other memory, which is only there for samples without text."""
+        launched = self._launched
+        assert launched is not None
+        layout = Layout.of(launched.layout.spec, launched.plan.batch_size)
+        moved: list[Any] = []
+        for leaf, column in zip(leaves, layout.arrays(memory), strict=True):
+            row = column[: len(leaf)]
+            there = row if launched.options.door is None else launched.options.door(row)
+            there[...] = leaf
+            moved.append(there)
+        return moved
 
     def _quick(self, size: int) -> Any:
         """The same for one that is not the last of its slot, and handed out as it lies there: it costs little more."""
@@ -445,7 +463,7 @@ class Epoch:
         place, skipped = self._place, self._stats.skipped
         if not chunk.failures:
             if chunk.rows:
-                place.skips_in_a_row = 0
+                place.skips_in_a_row = place.lost_in_a_row = 0
             return
         failures = sorted(chunk.failures, key=lambda f: f.ordinal)
         place.leave_out(unit.start + failure.ordinal for failure in failures)
@@ -454,15 +472,16 @@ class Epoch:
             error = error_of(failure, unit)
             skipped.append((getattr(error, "item", None), failure.error))
         # Items that follow each other, whatever batches they are in and whoever loads them.
-        failed = np.zeros(len(unit.indices) + 1, bool)
-        failed[[failure.ordinal for failure in chunk.failures if failure.ordinal >= 0]] = True
-        good = np.flatnonzero(~failed)  # the last one is none of them
-        runs = np.diff(good, prepend=-1) - 1
-        runs[0] += place.skips_in_a_row
-        place.skips_in_a_row = int(runs[-1])
-        if (longest := int(runs.max())) >= SKIPS_IN_A_ROW:
-            item, last = skipped[-1]
+        failed = [failure.ordinal for failure in failures if failure.ordinal >= 0]
+        longest, place.skips_in_a_row = _longest_run(failed, len(unit.indices), place.skips_in_a_row)
+        lost = [f.ordinal for f in failures if f.ordinal >= 0 and isinstance(f.error, WorkerLost | LoadTimeout)]
+        most_lost, place.lost_in_a_row = _longest_run(lost, len(unit.indices), place.lost_in_a_row)
+        item, last = skipped[-1]
+        if longest >= SKIPS_IN_A_ROW:
             raise all_failed(longest, item, last) from last
+        if most_lost >= LOST_IN_A_ROW:
+            last = next(f.error for f in reversed(failures) if isinstance(f.error, WorkerLost | LoadTimeout))
+            raise all_lost(most_lost, last)
 
 
 @dataclasses.dataclass(slots=True)
@@ -491,6 +510,16 @@ class _Shared:
         part = origin.part(at, at + rows)
         start = origin.part(0, at).on_host()
         return [leaf[start : start + part.on_host()] for leaf in self.leaves], part
+
+
+def _longest_run(places: list[int], count: int, before: int) -> tuple[int, int]:
+    """The longest run of such places among so many, after ``before`` of that kind, and how long the last one is."""
+    of_kind = np.zeros(count + 1, bool)
+    of_kind[places] = True
+    others = np.flatnonzero(~of_kind)  # the last one is none of them
+    runs = np.diff(others, prepend=-1) - 1
+    runs[0] += before
+    return int(runs.max()), int(runs[-1])
 
 
 def _rows_in_slot(chunk: Chunk) -> int:

@@ -39,6 +39,7 @@ from penstock._core.plan import Footprint, Plan, Request, solve
 from penstock._core.schedule import Schedule
 from penstock._core.spec import AnyCast, Spec, row_bytes, split_cast
 from penstock._core.stats import Stats
+from penstock._core.task import Mode
 
 __all__ = ["Feed", "plan"]
 
@@ -315,6 +316,10 @@ class Feed:
                         f"this state was shuffled {theirs} {what} at a time, and this feed is at work with {mine}: "
                         "load the state into a feed that has not begun"
                     )
+        whole = self._launched is not None and self._launched.engine.mode is not Mode.FLOW
+        if saved.inside and whole and self._finalizer is not None:
+            self._finalizer()  # its batches are of whole items, and this begins in the middle of one: it is made anew
+            self._launched = self._finalizer = None
         self._schedule.window, self._schedule.window_bytes = saved.window, saved.window_bytes
         self._next_epoch = saved.epoch
         self._place.go_to(saved.epoch, saved.place, saved.inside)

@@ -29,7 +29,21 @@ from penstock._core.layout import Layout, aligned
 from penstock._core.npy import read_npy
 from penstock._core.pace import MOST_S, WARM_S, side_by_side, warm_s
 from penstock._core.plain import MOST_VIEWS, Plain, Step, Watched, plain_of
-from penstock._core.program import Into, Pad, Padded, Probe, Program, Retry, Rows, as_texts
+from penstock._core.program import (
+    Batched,
+    BatchedInto,
+    Into,
+    Pad,
+    Padded,
+    Probe,
+    Program,
+    Retry,
+    Rows,
+    as_texts,
+    given,
+    not_stacked,
+    rows_of,
+)
 from penstock._core.source import Reader, Scatters, Unread
 from penstock._core.spec import (
     NAMESPACE,
@@ -74,6 +88,11 @@ TRIAL_BYTES: Final = 24 * 2**20  # a template, and the stacks of two threads
 PROBE_S: Final = 0.02
 COLLATED_PROBE_S: Final = 0.2  # samples that are collated differ in size: of a few more is more to be learned
 UNSEEN_BYTES: Final = 4 * 2**20  # a load that takes less is no danger to any budget
+MANY_BYTES: Final = (
+    4 * 2**20
+)  # of samples that are made at once: less, and threads wait for the GIL more than they work
+MOST_MANY: Final = 1024
+MOST_MISFITS: Final = 3  # a load of several that fails so often for several, and for none of them alone, is given one
 KEPT_BYTES: Final = 64 * 1024  # samples up to this are kept from a probe: half a megabyte in all
 _MOST_TRACE: Final = 2**15
 COLLATE_INDEX: Final = 1 << 62  # keeps the randomness of a collate_fn apart from that of its items
@@ -168,6 +187,15 @@ class Packed:
         self.leaves = leaves
 
 
+class _Many(NamedTuple):
+    """A load of several that was tried: what does it again, for how many, and what it took for one."""
+
+    once: Callable[[int], None]
+    rows: int
+    load_s: float
+    cpu_s: float
+
+
 class Filler:
     """Runs a program for one worker."""
 
@@ -183,6 +211,12 @@ class Filler:
         self._first = 0
         self._layout: Layout | None = None
         self._plain: Plain | None = None
+        self._together = False
+        """Whether several items are being loaded at once, or were and are now done one by one."""
+        self._wrong: Failed | None = None
+        """What is wrong with the samples of several, if it is with none of them alone."""
+        self._misfits = 0
+        """Tasks in a row of which only single items could be loaded, by a load of several."""
         self._columns: dict[int, list[Array]] = {}
         self._views: dict[int, list[Any]] = {}
         self._kept: dict[tuple[int, int], Any] = {}
@@ -271,20 +305,67 @@ class Filler:
         # The median: the first load may import things, and any may be interrupted.
         load_s, cpu_s = sorted(costs)[len(costs) // 2] if costs else (0.0, 0.0)
         ratio = None
-        if loaded and gauge.apart:
+        many = self._several_once(task, loaded, spec, load_s)
+        if many is not None:
+            load_s, cpu_s = many.load_s, many.cpu_s
+            peak = max(peak, gauge.peak_bytes())
+        if loaded and gauge.apart and Failure.PACING not in task.barred:
+            self.beat(Failure.PACING)
             two = TRIAL_BYTES + idle + 2 * peak <= program.memory  # at once, beside those who try them
-            load_s, cpu_s, ratio = self._pace(task, loaded, load_s, cpu_s, two=two)
+            load_s, cpu_s, ratio = self._pace(task, loaded, load_s, cpu_s, many, two=two)
         load_bytes = self._load_bytes(peak, packed or spec.sample_bytes, exact=gauge.apart)
         return Probe(spec, packed, load_s, cpu_s, load_bytes, idle, ratio, random)
 
+    def _several_once(self, task: Task, loaded: list[tuple[int, Any]], spec: Spec, load_s: float) -> _Many | None:
+        """A load of several tried with as many as it will be given; None where it is given one at a time."""
+        load = self.program.load
+        if not isinstance(load, Batched | BatchedInto) or not loaded or self.program.mode is not Mode.ROWS:
+            return None
+        if any(leaf.kind != "array" for leaf in spec.leaves):
+            return None
+        # Not for longer than a probe may take, even if many take as long as one by one.
+        rows = min(_piece_rows(spec), int(PROBE_S / max(load_s, 1e-6)))
+        if rows < 2:
+            return None
+        try:
+            items = given(itertools.islice(itertools.cycle(item for _, item in loaded), rows), stacks=load.stacks)
+            out: tuple[Any, ...] = ()
+            if isinstance(load, BatchedInto):
+                out = (spec.build([np.empty((rows, *leaf.shape), leaf.stored) for leaf in spec.leaves]),)
+            many, seed = load.many, self.program.seed
+
+            def once(_: int) -> None:
+                context.enter_many(seed, task.epoch)
+                many(items, *out)
+
+            for _ in range(2):  # the first time it may import things
+                wall, cpu = time.perf_counter(), time.process_time()
+                once(0)
+                wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+                if wall_s > PROBE_S:
+                    break
+        except Exception:  # noqa: BLE001 - each of them was loaded alone; a batch will show what is wrong
+            return None
+        return _Many(once, rows, wall_s / rows, cpu_s / rows)
+
     def _pace(
-        self, task: Task, loaded: list[tuple[int, Any]], load_s: float, cpu_s: float, *, two: bool
+        self,
+        task: Task,
+        loaded: list[tuple[int, Any]],
+        load_s: float,
+        cpu_s: float,
+        many: _Many | None,
+        *,
+        two: bool,
     ) -> tuple[float, float, float | None]:
         """Times taken again where the first ones say little, and whether two loads run side by side."""
 
         load, plain = self.program.load, self.program.samples_per_item == 1
 
         def once(number: int) -> None:
+            if many is not None:
+                many.once(number)
+                return
             if plain and load is not None and not isinstance(load, Into):
                 context.enter(self.program.seed, task.epoch, int(task.indices[loaded[number][0]]))
                 load(loaded[number][1])
@@ -292,12 +373,13 @@ class Filler:
             for _ in itertools.islice(self._samples(task, *loaded[number]), 1):
                 pass
 
+        rows = 1 if many is None else many.rows
         try:
             if load_s < WARM_S and cpu_s > load_s / 2:
-                load_s = cpu_s = min(load_s, warm_s(once, len(loaded)))
-            tries = two and self.program.tries_threads and load_s <= MOST_S
+                load_s = cpu_s = min(load_s, warm_s(once, len(loaded)) / rows)
+            tries = two and self.program.tries_threads and load_s * rows <= MOST_S
             waits = cpu_s < load_s / 2
-            return load_s, cpu_s, side_by_side(once, len(loaded), load_s, waits=waits) if tries else None
+            return load_s, cpu_s, side_by_side(once, len(loaded), load_s * rows, waits=waits) if tries else None
         except Exception:  # noqa: BLE001 - it loaded before; a batch will show what is wrong with it
             return load_s, cpu_s, None
 
@@ -465,6 +547,21 @@ class Filler:
         seen = beside = 0
         if self._kept and not any((task.epoch, index) in self._kept for index in task.indices.tolist()):
             self._kept.clear()  # another worker has made them meanwhile
+        if self._loads_many(task):
+            passed, failed = self._passed, len(failures)
+            self._together = True
+            try:
+                self._passed = passed | self._fill_many(task, columns)
+                if len(self._passed) == len(task.indices):
+                    return
+                self._fill_rows(task, reply, failures)
+                if len(failures) == failed:  # all is well with each of them alone
+                    self._misfits += 1
+                    if self._wrong is not None:
+                        raise self._wrong
+            finally:
+                self._passed, self._together, self._wrong = passed, False, None
+            return
         if self._plain is not None and not self._kept and not task.barred and not task.first:
             self._fill_plain(task, columns, failures)
             return
@@ -511,6 +608,91 @@ class Filler:
                     raise Failed(texts_too_large(beside))
             seen = len(texts)
         reply.body = texts or None
+
+    def _loads_many(self, task: Task) -> bool:
+        """Whether load is to be given several items at once."""
+        if not isinstance(self.program.load, Batched | BatchedInto) or self._together:
+            return False
+        assert self._layout is not None
+        plain = all(leaf.kind == "array" for leaf in self._layout.spec.leaves)
+        return plain and self._misfits < MOST_MISFITS and not task.barred and not task.first
+
+    def _fill_many(self, task: Task, columns: list[Array]) -> frozenset[int]:
+        """Load several items at a time, as many as a processor's cache holds; the places of those that are done.
+
+        Where that fails the rest is left to be done one by one, to see whose error it is.
+        """
+        load = self.program.load
+        assert isinstance(load, Batched | BatchedInto)
+        assert self._layout is not None
+        self._kept.clear()
+        left = [ordinal for ordinal in range(len(task.indices)) if ordinal not in self._passed]
+        rows = np.arange(task.start, task.start + len(task.indices)) if task.places is None else task.places
+        items = None if self.program.reader is not None else self._items(task)
+        size = _piece_rows(self._layout.spec)
+        done = 0
+        try:
+            context.enter_many(self.program.seed, task.epoch)
+            for at in range(0, len(left), size):
+                part = left[at : at + size]
+                self.beat(Failure.TOGETHER)
+                self._write_many(load, self._several(task, part, items), columns, rows[part], task, part[0])
+                done = at + len(part)
+            self._misfits = 0
+        except context.OneByOne:
+            self._misfits = MOST_MISFITS
+        except Room:
+            raise
+        except Failed as failed:
+            self._wrong = failed
+        except Exception:  # noqa: BLE001 - it comes again, where it is known whose it is
+            pass
+        return frozenset(left[:done])
+
+    def _several(self, task: Task, part: list[int], items: Any) -> Any:
+        if items is None:
+            assert self.program.reader is not None
+            return self.program.reader.read(_where(task, part))
+        if len(part) == part[-1] - part[0] + 1:
+            return items[part[0] : part[-1] + 1]
+        return [items[ordinal] for ordinal in part]
+
+    def _write_many(
+        self, load: Batched | BatchedInto, items: Any, columns: list[Array], rows: Any, task: Task, first: int
+    ) -> None:
+        """Have samples made of items, and write them to these rows."""
+        assert self._layout is not None
+        spec, count = self._layout.spec, len(rows)
+        follow = int(rows[-1]) - int(rows[0]) == count - 1 and bool((rows[1:] > rows[:-1]).all())
+        where = slice(int(rows[0]), int(rows[-1]) + 1) if follow else rows
+        if isinstance(load, BatchedInto):
+            out = [c[where] if follow else np.empty((count, *c.shape[1:]), c.dtype) for c in columns]
+            if load.many(given(items, stacks=load.stacks), spec.build(out)) is not None:
+                raise SpecError("it returned something")  # told one by one
+            if not follow:
+                for column, made in zip(columns, out, strict=True):
+                    column[where] = made
+            return
+        made = load.many(given(items, stacks=load.stacks))
+        try:
+            item = self._called(task, first, items[0] if self.program.reader is None else None)
+            for leaf, column, value in zip(spec.leaves, columns, spec.values(made, item), strict=True):
+                array = value if type(value) is np.ndarray else as_array(value, path=leaf.path, item=item)
+                if rows_of(array) != count:
+                    raise not_stacked(array, count, item)
+                if array.shape[1:] != leaf.shape or array.dtype != leaf.dtype:
+                    array = as_array(array, path=leaf.path, item=item)  # perhaps it is only in the other byte order
+                if array.shape[1:] != leaf.shape or array.dtype != leaf.dtype:
+                    raise differs(leaf, array[0], item)
+                if leaf.stored == leaf.dtype:
+                    column[where] = array
+                    continue
+                stored = column[where] if follow else np.empty((count, *leaf.shape), leaf.stored)
+                store(stored, array, leaf, item)
+                if not follow:
+                    column[where] = stored
+        except SpecError as error:
+            raise Failed(self._failure(error, first, item)) from error
 
     def _fill_plain(self, task: Task, columns: list[Array], failures: list[Failure]) -> None:
         """The same for samples of plain arrays and numbers, with what is done for each sample kept to a minimum.
@@ -644,6 +826,11 @@ class Filler:
     def _fill_whole(self, task: Task, reply: Reply) -> More:
         program = self.program
         samples: list[Any] = []
+        if task.trial:
+            for ordinal, item in self._each(task):
+                self._attempt(partial(self._collect, samples, task, ordinal, item), ordinal, item, None)
+                samples.clear()
+            return
         if program.load is None and program.collate is as_texts and not task.barred:
             samples.extend(self._items(task))  # lines as they are, thousands in a batch
         if not samples or Unread in map(type, samples):
@@ -981,6 +1168,11 @@ def _scatter(
     reader.read_into(indices, out, leaves)
     for column, rows in zip(columns, out, strict=True):
         column[places] = rows
+
+
+def _piece_rows(spec: Spec) -> int:
+    """Samples that a load of several makes at a time."""
+    return max(1, min(MOST_MANY, MANY_BYTES // max(1, spec.sample_bytes)))
 
 
 def _where(task: Task, ordinals: Sequence[int]) -> Any:

@@ -51,7 +51,7 @@ from penstock._core.plan import (
     has_room,
     solve,
 )
-from penstock._core.program import Into, Pad, Probe, Program, Setup, as_texts
+from penstock._core.program import Batched, BatchedInto, Into, Pad, Probe, Program, Setup, as_texts
 from penstock._core.schedule import Cut, Schedule
 from penstock._core.sharing import obstacle_to_threads, unchanging_kind
 from penstock._core.source import Reader, Scatters, Source
@@ -138,7 +138,8 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
     try:
         bare = options.source if program.load is None and options.collate is None else None
         if bare is not None and not getattr(bare, "measured", False):
-            crew, probe = InlineCrew(program), _probe_source(options, schedule, epoch, base)
+            may_help = options.num_workers is None and getattr(bare, "in_memory", False)
+            crew, probe = InlineCrew(program, may_help=may_help), _probe_source(options, schedule, epoch, base)
         else:
             if isinstance(program.load, Into):
                 # A declared spec needs no sample: what cannot fit is refused before anything is started.
@@ -179,6 +180,8 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             elif plan.workers and plan.executor == "thread" and not isinstance(crew, ThreadCrew):
                 stats.peak_bytes = max(stats.peak_bytes, _peak_bytes(crew))
                 crew.close()
+                if options.source is not None and program.reader is None:  # rows need not be sent any more
+                    planner.program = program = dataclasses.replace(program, reader=_reader(options, options.source))
                 crew = ThreadCrew(program)
             plan, spares = _with_spares(plan, probe) if getattr(crew, "starts_slowly", False) else (plan, 0)
             # What the plan leaves is given to those who may turn out to need more: workers whose loads differ, and half
@@ -203,9 +206,12 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             mixing=schedule.mixing,
             cache=cache,
             scatters=planner.scatters,
+            own_bytes=_own_bytes(options, probe, plan, schedule.mixing),
+            many=isinstance(program.load, Batched | BatchedInto),
         )
         engine.stats = stats
-        growth = plan.worker_bytes - probe.process_bytes + (plan.free_bytes - spare) // max(1, plan.workers)
+        others = spare + engine.own_bytes
+        growth = plan.worker_bytes - probe.process_bytes + (plan.free_bytes - others) // max(1, plan.workers)
         # A worker that collates holds the samples of a batch and the result.
         load_bytes = probe.load_bytes - held + (2 * plan.batch_bytes if program.mode is Mode.WHOLE else 0)
         kept = None if engine.cache is None else engine.cache.form
@@ -224,6 +230,14 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             crew.close()
         raise
     return Launched(options, engine, plan, program, layout, planner.cut(plan), delivery)
+
+
+def _own_bytes(options: Options, probe: Probe, plan: Plan, mixing: Mixing | None) -> int:
+    """What a batch takes that is handed out as a copy; 0 where none is."""
+    texts = any(leaf.kind != "array" for leaf in probe.spec.leaves)
+    if options.device is not None or (texts and mixing is not None):
+        return 0
+    return Layout.of(probe.spec, plan.batch_size).nbytes
 
 
 def _within_text(probe: Probe, options: Options, schedule: Schedule) -> Probe:
@@ -287,8 +301,11 @@ def _program(options: Options, inside: int, *, tries_threads: bool) -> Program:
     mode = Mode.FLOW
     if each == 1 or divides:
         mode = Mode.ROWS if options.collate is None else Mode.FLOW if options.skips else Mode.WHOLE
+    load = options.load
+    if isinstance(load, Batched | BatchedInto) and source is not None:
+        load = load.over_source()
     return Program(
-        options.load,
+        load,
         None if source is None or travels else _reader(options, source),
         mode,
         options.collate,
@@ -335,7 +352,8 @@ def _obstacle(options: Options) -> str | None:
         return f"start_method={options.start_method!r} asks for them"
     if options.timeout_s is not None:
         return "only a process can be stopped by timeout"
-    if options.source is not None:
+    gathers = _gathers_in_threads(options)
+    if options.source is not None and not gathers:
         return "load works on what a source reads"
     if options.blocks is not None:
         return "whole blocks are read"
@@ -343,10 +361,18 @@ def _obstacle(options: Options) -> str | None:
         return "collate_fn is a function"
     if (obstacle := obstacle_to_threads(options.load)) is not None:
         return obstacle
+    if gathers:
+        return None
     kinds = options.items.kinds() if isinstance(options.items, Picker) else None
     if kinds is None or not all(map(unchanging_kind, kinds)):
         return "items are not all plain numbers, texts or paths, and threads would share them"
     return None
+
+
+def _gathers_in_threads(options: Options) -> bool:
+    """Whether threads may gather rows that lie in memory, and make samples of many at once: nothing is sent then."""
+    batched = isinstance(options.load, Batched | BatchedInto)
+    return batched and options.source is not None and options.source.in_memory
 
 
 def _make_crew(options: Options, program: Program, workers: int | None, executor: Executor | None = None) -> Crew:
@@ -438,7 +464,7 @@ class _Planner:
         self._obstacle = obstacle
         self._options = options
         self._schedule = schedule
-        self._program = program
+        self.program = program
         self.item_bytes = 0
         """What one item adds to a message."""
         self.probe: Probe | None = None
@@ -462,7 +488,7 @@ class _Planner:
 
     def _device_rows(self, probe: Probe, rows: tuple[int, ...]) -> tuple[int, ...] | None:
         device = self._options.device
-        if device is None or self._program.collate is not None:
+        if device is None or self.program.collate is not None:
             return None if device is None else rows
         return device_row_bytes(device, probe.spec, self._options.on_device)
 
@@ -473,13 +499,13 @@ class _Planner:
     def cut(self, plan: Plan) -> Cut:
         """How epochs are cut under this plan."""
         each = self._options.each or 1
-        mode = self._program.mode
+        mode = self.program.mode
         batch = plan.batch_size // each
         unit = batch * plan.batches_per_slot
         if mode is Mode.FLOW:
             unit = max(1, batch) if self._options.each is not None else 1
-        travels = self._options.source is not None and self._program.reader is None
-        exact = mode is not Mode.FLOW and not self._program.skips
+        travels = self._options.source is not None and self.program.reader is None
+        exact = mode is not Mode.FLOW and not self.program.skips
         most = self.held_bytes(plan) + plan.free_bytes * 3 // 4
         return Cut(unit, batch, exact, self._window, plan.memory, most, travels)
 
@@ -503,7 +529,7 @@ class _Planner:
         The order follows from it, so it must be the same in every feed over these items: on other ranks, and where an
         epoch goes on in the middle. Where samples differ in size, those that are looked at first say nothing.
         """
-        options, lines, program = self._options, self._schedule.lines, self._program
+        options, lines, program = self._options, self._schedule.lines, self.program
         if lines is not None and options.load is None:
             return max(1, lines.total_bytes // max(1, self._schedule.length or 1))
         texts = any(leaf.kind != "array" for leaf in probe.spec.leaves)
@@ -553,7 +579,7 @@ class _Planner:
 
     def solve(self, probe: Probe, crew: Crew | None) -> tuple[Plan, int]:
         """The plan, and the bytes of a slot; BudgetError if there is none."""
-        options, program = self._options, self._program
+        options, program = self._options, self.program
         mixing = self._schedule.mixing if program.mode is Mode.ROWS else None
         rows = tuple(row_bytes(leaf) for leaf in probe.spec.leaves)
         if program.collate is not None:
@@ -576,6 +602,7 @@ class _Planner:
             load_s=probe.load_s,
             cpu_s=probe.cpu_s,
             item_bytes=self.item_bytes,
+            batched=isinstance(program.load, Batched | BatchedInto),
         )
         request = Request(
             memory=max(1, options.memory - kept_bytes),
@@ -685,7 +712,7 @@ class _Planner:
     def _groups(self, probe: Probe, crew: Crew | None, kept_bytes: int) -> Callable[[int], int] | None:
         """Which group goes with which budget, in batches and the largest that it may come to; None if it is said."""
         blocks, mixing = self._options.blocks, self._schedule.mixing
-        if self._program.mode is not Mode.ROWS or blocks is None or blocks.group or self._schedule.window:
+        if self.program.mode is not Mode.ROWS or blocks is None or blocks.group or self._schedule.window:
             return None
         rows = mixing.rows if mixing is not None else blocks.rows_of(self._reckoned(probe))
         crew_bytes = int(self._crew_bytes(probe, crew, rows) / MEASURED_SLACK)

@@ -54,6 +54,8 @@ class Limit:
         self._soft = birth.anon_bytes + allowed
         self._urgent = self._soft + (growth_bytes - allowed) // 2
         self._near = self._soft - allowed // 2
+        self._hard = birth.anon_bytes + growth_bytes
+        self._young = True
         self._trimmed_s = 0.0
         self._look_s = self._unseen_s = LOOK_S
         machine.limit_data(growth_bytes, above_bytes=birth.data_bytes or None)
@@ -76,6 +78,7 @@ class Limit:
 
     def _outgrown(self) -> bool:
         size = self._anon_bytes()
+        young, self._young = self._young, False
         self._look_s = LOOK_S if size > self._near else CALM_S
         if size <= self._soft:
             return False
@@ -85,7 +88,12 @@ class Limit:
         self._trimmed_s = now
         gc.collect()
         trim()
-        return self._anon_bytes() > self._soft
+        size = self._anon_bytes()
+        if young and self._soft < size < self._hard:
+            # What its first task left here, an import say, a successor would have to take too. From now on it counts.
+            self._soft = size + (self._hard - size) // 2
+            self._near, self._urgent = size, (self._soft + self._hard) // 2
+        return size > self._soft
 
 
 def keep(size_bytes: int) -> None:

@@ -23,7 +23,7 @@ from penstock._core.errors import shown
 from penstock._core.fit import Asked
 from penstock._core.items import Picker, Stream, sort_out
 from penstock._core.lines import Lines
-from penstock._core.program import Into, Pad, Retry, as_texts
+from penstock._core.program import Batched, BatchedInto, Into, Pad, Retry, as_texts
 from penstock._core.source import Source
 from penstock._core.spec import Cast, split_cast, to_dtype
 
@@ -115,6 +115,7 @@ class Options:
             _check_choice("collate_fn", collate_fn, ("pad", "list"))
         elif collate_fn is not None and not callable(collate_fn):
             raise TypeError(f'collate_fn={collate_fn!r} must be None, "pad", "list" or a callable on a list of samples')
+        _check_batched(load, samples_per_item)
         _check_into(load, cast, collate_fn, samples_per_item)
         if load is None and samples_per_item != 1:
             raise TypeError(
@@ -385,6 +386,13 @@ def _check_device_cache(device: Any, batch_size: Any, device_memory: Size | None
         raise ValueError(
             'cache="device" needs device_memory: how much of the device buffers and kept samples may take together, '
             'such as "2 GiB" or 0.5 of what is free there'
+        )
+
+
+def _check_batched(load: Any, each: int | None) -> None:
+    if isinstance(load, Batched | BatchedInto) and each != 1:
+        raise TypeError(
+            f"samples_per_item={each} cannot be used with penstock.batched: that load gives one sample for each item"
         )
 
 

@@ -1,13 +1,19 @@
 """Fills a cache ahead of time: loads what it does not have yet, in the order of the items. Runs in the parent.
 
 The same engine as an epoch, but the slots are let go of as they come: nobody asks for batches. In order, because then
-files are written from front to back.
+files are written from front to back. What another job is seen to make at the moment is passed over, and waited for
+at the end.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock._core.bookmark import Bookmark
 from penstock._core.cache import CacheWarning
@@ -19,22 +25,43 @@ from penstock._core.stats import Stats
 
 __all__ = ["pack"]
 
+LOOK_S: Final = 0.1
+
 
 def pack(launched: Launched, schedule: Schedule, place: Bookmark, stats: Stats) -> Iterator[tuple[int, int]]:
     """Load what the cache lacks; after each step how many items it keeps, and how many it will."""
-    engine, cache, cut = launched.engine, launched.engine.cache, launched.cut
+    cache, cut = launched.engine.cache, launched.cut
     if cache is None:
         return
     missing = cache.wants()
     total = cache.count + len(missing)
+    # What could not be loaded is not tried for ever.
+    tried = np.zeros(int(missing.max(initial=-1)) + 1, bool)
     yield cache.count, total
 
-    def units() -> Iterator[Unit]:
-        for start in range(0, len(missing), cut.unit_items):
-            indices = missing[start : start + cut.unit_items]
-            yield Unit(0, start, indices, schedule.pick(indices, travels=cut.travels))
+    size = max(1, min(cut.unit_items, cut.batch_items))  # claimed when it is begun: a few at a time
 
-    run = engine.begin(units(), ahead=1)
+    def units(left: npt.NDArray[np.int64]) -> Iterator[Unit]:
+        for start in range(0, len(left), size):
+            indices = cache.unclaimed(left[start : start + size])
+            if len(indices):
+                tried[indices] = True
+                yield Unit(0, start, indices, schedule.pick(indices, travels=cut.travels))
+
+    while len(left := missing[~tried[missing]]):
+        yield from _made(launched, units(left), place, stats, total)
+        if not tried[left].any():  # other jobs are at what is left: it will be there soon, or they die
+            time.sleep(LOOK_S)
+        missing = cache.wants()
+    yield cache.count, total
+
+
+def _made(
+    launched: Launched, units: Iterator[Unit], place: Bookmark, stats: Stats, total: int
+) -> Iterator[tuple[int, int]]:
+    engine, cache = launched.engine, launched.engine.cache
+    assert cache is not None
+    run = engine.begin(units, ahead=1)
     try:
         while (found := engine.next_chunk(run, 0)) is not None:
             unit, chunk = found

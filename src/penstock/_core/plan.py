@@ -66,6 +66,11 @@ PAGE_TABLE_SHARE: Final = 512  # every process that uses a page has eight bytes 
 CHEAP_S: Final = 15e-6
 CHEAP_SLOT_S: Final = 160e-6
 WRITE_S: Final = 1e-6
+# Items that carry data cost both sides time: so much each, and so many bytes a second. Half of it is the consumer's.
+LARGE_ITEM_BYTES: Final = 2**10
+SEND_S: Final = 2e-6
+SEND_BYTES_A_S: Final = 0.75e9
+WORTH_SENDING: Final = 1.25  # so much faster it must be, for all that it takes
 # Loads that wait (disk, network) gain from more workers than cores; beyond this the storage is the limit.
 WAITING_WORKERS: Final = 16
 
@@ -128,6 +133,8 @@ class Footprint:
     """What one identity costs in a message."""
     releases_gil: bool | None = None
     """Whether loads run side by side in threads; None if that is not known."""
+    batched: bool = False
+    """Whether a load makes many samples at once, so that little is done for each of them in Python."""
     measured: bool = True
     """False if the seconds are an assumption."""
 
@@ -545,6 +552,9 @@ def _wanted_workers(request: Request, footprint: Footprint) -> tuple[int, str]:
         if request.isolated:
             return 1, request.isolated
         return 0, f"a load takes {_seconds(load_s)}: all of a slot take less than to have a worker do it"
+    if not request.isolated and _stays_here(request, footprint):
+        sent = format_bytes(footprint.item_bytes)
+        return 0, f"a load takes {_seconds(load_s)}: to send its item of {sent} to a worker costs as much"
     if request.executor == "thread" and footprint.releases_gil is False:
         return 1, "loads hold the GIL, so that more threads would not load faster"
     if footprint.waits:
@@ -559,9 +569,19 @@ def _wanted_workers(request: Request, footprint: Footprint) -> tuple[int, str]:
     return workers, why
 
 
+def _stays_here(request: Request, footprint: Footprint) -> bool:
+    """Whether items carry so much data that workers, who have to be sent it, would hardly be faster."""
+    if request.executor == "thread" or footprint.waits or footprint.item_bytes < LARGE_ITEM_BYTES:
+        return False
+    send_s = SEND_S + footprint.item_bytes / SEND_BYTES_A_S
+    shared_s = max(send_s / 2, (footprint.load_s + send_s) / request.cores)
+    return footprint.load_s < WORTH_SENDING * shared_s
+
+
 def _slot_s(request: Request, footprint: Footprint) -> float:
     """Work that a slot may hold, of which workers would take a part; as far as that does not depend on memory."""
-    if footprint.load_s == 0 or request.executor == "thread":
+    shares = footprint.batched and footprint.releases_gil
+    if footprint.load_s == 0 or (request.executor == "thread" and not shares):
         return 0.0  # a source that lies in memory is read at once; threads would take the GIL from each other
     rows = LARGE_ROWS if request.batch_size == "max" else request.batch_size
     rows *= request.group or (MOST_GROUP if request.groups else 1)

@@ -10,18 +10,35 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 import optree
 
 from penstock._core.cache import Form
 from penstock._core.errors import SpecError, shown
-from penstock._core.source import Reader
+from penstock._core.source import Reader, Samples
 from penstock._core.spec import NAMESPACE, Array, Cast, Spec, as_array, flatten
 from penstock._core.task import Mode
 
-__all__ = ["Into", "Pad", "Padded", "Probe", "Program", "Retry", "Rows", "Setup", "as_texts", "into"]
+__all__ = [
+    "Batched",
+    "BatchedInto",
+    "Into",
+    "Pad",
+    "Padded",
+    "Probe",
+    "Program",
+    "Retry",
+    "Rows",
+    "Setup",
+    "as_texts",
+    "batched",
+    "given",
+    "into",
+    "not_stacked",
+    "rows_of",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +84,112 @@ def into(spec: Any) -> Callable[[Callable[..., Any]], Into]:
     """
     declared = Spec.declared(spec)
     return lambda function: Into(function, declared)
+
+
+class Batched:
+    """A load of several items at once; made by ``penstock.batched``. Called like any other load, it loads one."""
+
+    def __init__(self, many: Callable[..., Any], *, stacks: bool = False) -> None:
+        self.many = many
+        self.stacks = stacks
+        """Whether it is given samples of a source, stacked, and not a list of items."""
+        functools.update_wrapper(self, many, updated=())
+
+    def __call__(self, item: Any) -> Any:
+        """The sample of one item."""
+        made = self.many(given([item], stacks=self.stacks))
+        leaves, tree = flatten(made)
+        for leaf in leaves:
+            if rows_of(leaf) != 1:
+                raise not_stacked(leaf, 1, item)
+        return optree.tree_unflatten(tree, [leaf[0] for leaf in leaves])
+
+    def over_source(self) -> Batched:
+        """The same for samples of a source."""
+        return Batched(self.many, stacks=True)
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Batched:
+        return self if instance is None else Batched(self.many.__get__(instance, owner), stacks=self.stacks)
+
+
+class BatchedInto(Into):
+    """The same for one that writes in place: ``load(items, out)``."""
+
+    def __init__(self, many: Callable[..., Any], spec: Spec, *, stacks: bool = False) -> None:
+        self.many = many
+        self.stacks = stacks
+        super().__init__(self._one, spec)
+        functools.update_wrapper(self, many, updated=())
+
+    def _one(self, item: Any, out: Any) -> Any:
+        return self.many(given([item], stacks=self.stacks), _with_axis(out))
+
+    def over_source(self) -> BatchedInto:
+        """The same for samples of a source."""
+        return BatchedInto(self.many, self.spec, stacks=True)
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> BatchedInto:
+        if instance is None:
+            return self
+        return BatchedInto(self.many.__get__(instance, owner), self.spec, stacks=self.stacks)
+
+
+@overload
+def batched(load: Into) -> Into: ...
+@overload
+def batched(load: Callable[..., Any]) -> Batched: ...
+def batched(load: Callable[..., Any]) -> Batched | Into:
+    """Mark a load that is given several items at once, and gives as many samples, stacked.
+
+    ``load(items)`` gets a list of items; over a source that reads arrays, the samples that were read, with a leading
+    axis. It returns the tree of a sample with that axis in every array. How many come at once is not its business, and
+    differs: each sample must follow from its own item alone. Randomness belongs to one sample, so a load that asks
+    ``penstock.rng()`` is given one item at a time, and so are all items of a call that raised, to see whose error it
+    is. Around ``@penstock.into(spec)`` it marks a ``load(items, out)`` that writes all of them.
+    """
+    if isinstance(load, Batched | BatchedInto):
+        raise TypeError("penstock.batched marks this load already: once is enough")
+    if isinstance(load, Into):
+        return BatchedInto(load.function, load.spec)
+    if not callable(load):
+        raise TypeError(f"penstock.batched({shown(load)}) needs a function of a list of items")
+    return Batched(load)
+
+
+def given(items: Any, *, stacks: bool) -> Any:
+    """What a batched load gets for these items."""
+    if isinstance(items, Samples):
+        return optree.tree_unflatten(items.tree, items.columns)
+    if not stacks:
+        return list(items)
+    rows = [flatten(item) for item in items]
+    leaves = [_stacked(values) for values in zip(*(values for values, _ in rows), strict=True)]
+    return optree.tree_unflatten(rows[0][1], leaves)
+
+
+def _stacked(values: tuple[Any, ...]) -> Any:
+    return list(values) if isinstance(values[0], str | bytes) else np.stack([as_array(value) for value in values])
+
+
+def _with_axis(tree: Any) -> Any:
+    return optree.tree_map(lambda leaf: leaf[None], tree, namespace=NAMESPACE)
+
+
+def rows_of(leaf: Any) -> int | None:
+    """The length of the first axis; None if there is none."""
+    shape = getattr(leaf, "shape", None)
+    return int(shape[0]) if shape else None
+
+
+def not_stacked(leaf: Any, count: int, item: Any) -> SpecError:
+    """The error for a leaf that has not one row per item."""
+    shape = getattr(leaf, "shape", None)
+    came = f"an array of shape {tuple(shape)}" if shape is not None else f"a {type(leaf).__name__}"
+    return SpecError(
+        f"a load marked with penstock.batched gave {came} for {count} item{'s' if count > 1 else ''}, that of "
+        f"{shown(item)} first: every leaf must be an array with one row per item, such as np.stack of them",
+        item=item,
+    )
 
 
 class Padded(NamedTuple):

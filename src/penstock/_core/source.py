@@ -44,6 +44,7 @@ Indices = npt.NDArray[np.int64]
 AHEAD_BYTES: Final = 256 * 2**10  # less than that is read in one go anyway
 WARM_BYTES_A_S: Final = 3e9  # no disk is that fast, and hardly a page cache that slow
 MOST_PIECES: Final = 1024  # the kernel's limit for one read
+ASKED_EVERY: Final = 8  # blocks, while they come from the disk: to see that they do no longer
 
 
 class Reader(Protocol):
@@ -164,6 +165,25 @@ class _Ahead:
             self._cold = self._size < WARM_BYTES_A_S * (time.perf_counter() - self._began_s)
 
 
+class _Disk:
+    """Whether blocks have to be read from the disk, or are in the page cache already.
+
+    To ask costs next to nothing where they are, and a small read of its own where they are not: so while they are not,
+    it is asked seldom.
+    """
+
+    def __init__(self) -> None:
+        self._cold = True
+        self._asked = 0
+
+    def needed(self, fd: int, middle: int) -> bool:
+        """Of a block, by the byte in its middle: its first and last page may have been read with its neighbours."""
+        self._asked += 1
+        if not self._cold or self._asked % ASKED_EVERY == 0:
+            self._cold = not _is_here(fd, middle)
+        return self._cold
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _InFile:
     """Rows of an array in a file, read with pread.
@@ -182,10 +202,15 @@ class _InFile:
     header: int | None = None
     """The checksum of the header before ``offset``, of a .npy file: what is there now may be another array."""
 
-    def open(self) -> int:
-        """A descriptor of the file; ValueError if it holds rows of another form by now."""
+    def open(self, *, exactly: bool = False) -> int:
+        """A descriptor of the file; ValueError if it holds rows of another form by now.
+
+        ``exactly``: the kernel is to read what is asked for and nothing behind it, which may be needed much later.
+        """
         fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         try:
+            if exactly and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             if self.header is not None and zlib.crc32(os.read(fd, self.offset)) != self.header:
                 now, _ = _header(self.path)
                 if (now.offset, now.shape, now.dtype) != (self.offset, self.shape, self.dtype):
@@ -205,11 +230,12 @@ class _InFile:
         """
         cuts = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
         fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # to ask for one byte is no reason to read more
         try:
             for start, stop in itertools.pairwise(cuts):
                 where = self.offset + int(indices[start]) * self.stride
                 size = (stop - start) * self.stride
-                if not (absent and _is_here(fd, where) and _is_here(fd, where + size - 1)):
+                if not absent or _disk.needed(fd, where + size // 2):
                     os.posix_fadvise(fd, where, size, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(fd)
@@ -225,7 +251,7 @@ class _InFile:
             out[places] = rows
             return
         view = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # as below
-        fd = self.open()
+        fd = self.open(exactly=True)
         try:
             cuts = np.flatnonzero(np.diff(indices) != 1) + 1
             runs = np.split(np.arange(len(indices)), cuts)
@@ -344,6 +370,7 @@ class _InShards:
 
 
 _ahead: Final = _Ahead()
+_disk: Final = _Disk()
 
 
 def _is_here(fd: int, at: int) -> bool:

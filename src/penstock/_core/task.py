@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Final, overload
 
 import numpy as np
@@ -100,6 +100,8 @@ class Task:
     """How it is taken apart, if it is. Does not travel: what is not to be done now is barred then."""
     part: Reply | None = None
     """What became of the items that are done, where that is not all of it. Does not travel."""
+    trial: bool = False
+    """Its items are loaded to see whether that kills, and nothing is made of them (WHOLE)."""
     since_s: float = 0.0
     """When it was last taken back from a worker: the record of one that is older is about what came before. Does not
     travel."""
@@ -109,6 +111,12 @@ class Task:
         self.skip += reply.rows
         for ordinal, count in reply.body[0]:
             self.handed[ordinal] = self.handed.get(ordinal, 0) + count
+
+    def settle(self, places: Iterable[int]) -> None:
+        """These items are not done again: what was handed over of them is not to be skipped."""
+        for place in places:
+            begun = self.skip - sum(self.handed.values()) if place == 0 else 0  # before there was this task
+            self.skip -= begun + self.handed.pop(place, 0)
 
     @property
     def alone(self) -> tuple[int, ...]:
@@ -125,7 +133,7 @@ class Task:
 
 @dataclasses.dataclass(slots=True)
 class Apart:
-    """How far a task is that is done in parts, because workers died of it (ROWS)."""
+    """How far a task is that is done in parts, because workers died of it."""
 
     groups: list[tuple[int, ...]]
     """Places of items that are done by themselves, one group after the other; after them what is left, in order."""
@@ -167,6 +175,8 @@ class Failure:
     """The same in a worker's record, where places are unsigned."""
     TOGETHER: ClassVar[int] = 2**32 - 2
     """In a worker's record: many rows of a source are being read at once, and nobody knows which it is at."""
+    PACING: ClassVar[int] = 2**32 - 3
+    """In a worker's record: items of a probe that are loaded already are loaded again, to see how long that takes."""
     ordinal: int
     error: BaseException
     trace: str

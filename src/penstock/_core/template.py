@@ -67,6 +67,8 @@ def start_interpreter(module: str, birth: dict[str, Any], keep: tuple[int, ...])
         environment = {name: "1" for name in ONE_THREAD if name not in os.environ}
         # Two malloc arenas a process: with one per thread and core, freed memory is scattered and never given back.
         environment["MALLOC_ARENA_MAX"] = os.environ.get("MALLOC_ARENA_MAX", "2")
+        # Arrow's own allocator reserves a large piece at once, which may be all that a worker is allowed.
+        environment["ARROW_DEFAULT_MEMORY_POOL"] = os.environ.get("ARROW_DEFAULT_MEMORY_POOL", "system")
         # The mask is inherited: a Ctrl-C while the interpreter starts would print a traceback of its own.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
         try:

@@ -31,7 +31,7 @@ __all__ = [
     "ident_of",
 ]
 
-_TASK: Final = struct.Struct("<QIIQQIqIBIBIIqQ")
+_TASK: Final = struct.Struct("<QIIQQIqIBIBIIqQB")
 _REPLY: Final = struct.Struct("<QHBQd")
 _NOTICE: Final = struct.Struct("<B5q")
 _MOST_ERROR_BYTES: Final = 2**18  # some errors carry the data they are about, which the budget has no room for
@@ -86,6 +86,7 @@ def encode_task(task: Task) -> bytes:
         0 if kept is None else len(kept),
         -1 if task.ahead is None else len(task.ahead),
         task.text_bytes,
+        bool(alone) and task.trial,
     )
     places = task.places.tobytes() if task.places is not None else b""
     items = [dump_items([item]) for item in task.items or ()] if apart else task.items
@@ -120,6 +121,7 @@ def decode_task(data: bytes, note: Callable[[int], None] | None = None) -> Task:
         shelved,
         told,
         text_bytes,
+        trial,
     ) = _TASK.unpack_from(data)
     at = _TASK.size + 8 * count
     indices = np.frombuffer(data, np.int64, count, _TASK.size)
@@ -137,7 +139,7 @@ def decode_task(data: bytes, note: Callable[[int], None] | None = None) -> Task:
         closed = frozenset(barred)
         items = [None if o in closed else _unpacked(packed, o, note) for o, packed in enumerate(items)]
     rest = (skip, barred, places, kept, first, ahead, text_bytes)
-    return Task(ident, slot, offset, capacity, start, epoch, indices, items, *rest)
+    return Task(ident, slot, offset, capacity, start, epoch, indices, items, *rest, trial=bool(trial))
 
 
 def _unpacked(packed: bytes, ordinal: int, note: Callable[[int], None] | None) -> Any:

@@ -12,6 +12,7 @@ distributed engine would be one more crew.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import sys
@@ -140,4 +141,6 @@ def probe_of(crew: Crew) -> Probe | None:
             if isinstance(reply.body, Failure):
                 raise Failed(reply.body)
             probe: Probe | None = reply.body
+            if probe is None and reply.failures:
+                raise Failed(dataclasses.replace(reply.failures[-1], left_out=True))
             return probe

@@ -12,21 +12,31 @@ from typing import Any, Final
 
 from penstock._core import machine
 from penstock._core.budget import format_bytes
-from penstock._core.errors import LoadTimeout, PenstockError, WorkerLost, printable, said, shown
+from penstock._core.errors import LoadError, LoadTimeout, PenstockError, WorkerLost, printable, said, shown
 from penstock._core.fill import texts_too_large
 from penstock._core.pickles import by_value
 from penstock._core.program import Program
 from penstock._core.task import Apart, Failure, Mode, Reply, Status, Task
 
-__all__ = ["PROBE", "Deaths", "cannot_start", "joined", "manner", "pickled", "unpack_apart"]
+__all__ = [
+    "LOST_IN_A_ROW",
+    "PROBE",
+    "Deaths",
+    "all_lost",
+    "cannot_start",
+    "joined",
+    "manner",
+    "pickled",
+    "unpack_apart",
+]
 
 PROBE: Final = 0  # the id of the probe's task; those of the engine begin at 1
 # An item is given two more chances: what killed its worker may have been the machine, not the item, even twice.
 DEATHS_AN_ITEM: Final = 3
 # Workers that die one after the other without ever finishing a task: something is wrong with all of them.
 FRUITLESS_DEATHS: Final = 5
-# So many items one after the other that kill their worker mean that all of them do.
-BARRED_IN_A_ROW: Final = 20
+# So many items one after the other that cost their workers mean that all of them do. Each takes several processes.
+LOST_IN_A_ROW: Final = 20
 
 
 class Deaths:
@@ -34,7 +44,7 @@ class Deaths:
 
     def __init__(self, program: Program) -> None:
         self._skips = program.skips
-        self._in_rows = program.mode is Mode.ROWS  # each item has its place, so any may be done without the others
+        self._mode = program.mode
         self._tries = program.tries
         self._timeout_s = program.timeout_s or 0.0
         self._counts: Counter[tuple[int, int]] = Counter()
@@ -43,8 +53,6 @@ class Deaths:
         self._oom_kills = machine.oom_kills()
         self.fruitless = 0
         """Deaths in a row without anything being finished."""
-        self._barren = 0
-        """Items of tasks in a row of which every item was barred."""
 
     def forget_probe(self) -> None:
         """Another probe, with items of its own, has the same id."""
@@ -54,8 +62,9 @@ class Deaths:
     def fruit(self, task: Task) -> None:
         """A worker has finished a task, or handed over a part of it."""
         self.fruitless = 0
-        empty = len(task.barred) >= len(task.indices) and not task.left() and task.part is None
-        self._barren = self._barren + len(task.indices) if empty else 0
+        self._forgive(task)
+
+    def _forgive(self, task: Task) -> None:
         for counts in (self._counts, self._late):
             if counts:
                 for key in [key for key in counts if key[0] == task.id]:
@@ -69,8 +78,12 @@ class Deaths:
         did something to the worker of which it died here. So one that killed again is done alone, and fails if that
         kills too. If not, those before it are suspect: they are done without the others, and where that kills, in
         halves.
+        Samples that stand one behind the other (FLOW) are done in that order, first those before it. A batch that is
+        collated where it is loaded (WHOLE) cannot be done in parts: there its items are only tried so. For a probe,
+        one that does not kill is enough.
         """
-        if ordinal == Failure.TOGETHER:  # row by row, it will show which one it is
+        # Row by row, it will show which one it is; and whoever dies only when he is asked again need not be.
+        if ordinal in (Failure.TOGETHER, Failure.PACING):
             task.barred = (*task.barred, ordinal)
             return None
         apart, alone = task.apart, task.alone
@@ -81,50 +94,70 @@ class Deaths:
             return None
         if alone:
             ordinal = alone[0]  # wherever it was, it had nothing else to do
-        elif self._in_rows and task.id != PROBE and ordinal not in (left := task.left()):
+        elif self._in_rows(task) and ordinal not in (left := task.left()):
             if task.kept is not None:  # it may have died of what the cache has
                 task.kept = None
                 return None
             ordinal = left[0] if left else ordinal  # what it would have begun with
         self._counts[task.id, ordinal] += 1
         count = self._counts[task.id, ordinal]
-        if self._in_rows and task.id != PROBE and not alone and count == DEATHS_AN_ITEM - 1:
-            before = task.left(ordinal)
-            task.apart = apart = apart or Apart([])
-            apart.groups = [(ordinal,), tuple(before)] if before else [(ordinal,)]
+        if not alone and count == DEATHS_AN_ITEM - 1 and not task.trial:
+            self._take_apart(task, ordinal)
             return None
         if count < DEATHS_AN_ITEM:
             return None
-        return self._end(task, ordinal, lost(task, ordinal, code, words, self._memory(code)), "", self._barren)
+        error = lost(task, ordinal, code, words, self._memory(code), skips=self._skips)
+        return self._end(task, ordinal, error, "")
+
+    def _in_rows(self, task: Task) -> bool:
+        """Whether each item has its place, so that any may be done without the others."""
+        return self._mode is Mode.ROWS and task.id != PROBE
+
+    def _take_apart(self, task: Task, ordinal: int) -> None:
+        """Have an item that killed again done without the others, and those before it without those behind it."""
+        task.apart = apart = task.apart or Apart([])
+        alone = (ordinal,) if ordinal != Failure.COLLATING else ()
+        if task.id == PROBE:
+            apart.groups = [alone] if alone else []
+            return
+        task.trial = self._mode is Mode.WHOLE
+        if self._mode is not Mode.ROWS:  # nothing of it is there before it is done: what a cache has neither
+            over = {*task.barred, *apart.done}
+            before = tuple(place for place in range(min(ordinal, len(task.indices))) if place not in over)
+        else:
+            before = tuple(task.left(ordinal))
+        groups = [before, alone] if self._mode is Mode.FLOW else [alone, before]
+        apart.groups = [group for group in groups if group]
 
     def late(self, task: Task, ordinal: int, stack: str) -> Failure | None:
         """A worker was ended because this item took too long: the failure it is, or None if the task is done again."""
         self.fruitless = 0  # it was we who ended it
-        if ordinal == Failure.TOGETHER:
+        if ordinal in (Failure.TOGETHER, Failure.PACING):
             task.barred = (*task.barred, ordinal)
             return None
         self._late[task.id, ordinal] += 1
         if self._late[task.id, ordinal] < self._tries:
             return None
-        return self._end(task, ordinal, too_late(task, ordinal, self._timeout_s), stack)
+        return self._end(task, ordinal, too_late(task, ordinal, self._timeout_s, skips=self._skips), stack)
 
-    def _end(self, task: Task, ordinal: int, error: Exception, trace: str, barren: int = 0) -> Failure | None:
-        """An item has failed; ``barren`` are those before its task that nothing came of."""
+    def _end(self, task: Task, ordinal: int, error: LoadError, trace: str) -> Failure | None:
+        """An item has failed: the failure with which its task ends, or None if the rest of it is to be done."""
+        self.fruitless = 0  # one item fewer to try
         failure = Failure(ordinal if ordinal != Failure.COLLATING else Failure.BATCH, error, trace)
         first = last = ordinal
         while first - 1 in task.barred:
             first -= 1
         while last + 1 in task.barred:
             last += 1
-        many = last - first + 1 + (barren if first == 0 else 0) >= BARRED_IN_A_ROW or ordinal in task.barred
-        if not self._skips or many or failure.ordinal == Failure.BATCH:
+        if self._skips and last - first + 1 >= LOST_IN_A_ROW:
+            failure = dataclasses.replace(failure, error=all_lost(last - first + 1, error))
+            return self._when_earlier_are_done(task, failure)
+        if not self._skips or ordinal in task.barred or failure.ordinal == Failure.BATCH:
             return self._when_earlier_are_done(task, failure)
         task.barred = (*task.barred, ordinal)
         self._barred[task.id, ordinal] = failure
-        # Samples of it that were handed over before are not to be skipped again: it will not give them.
-        first = task.skip - sum(task.handed.values()) if ordinal == 0 else 0
-        task.skip -= first + task.handed.pop(ordinal, 0)
-        self.fruitless = 0  # one item fewer to try
+        task.settle((ordinal,))
+        self._forgive(task)
         if task.apart is not None:
             if task.apart.failure is not None:
                 return self._when_earlier_are_done(task, task.apart.failure)
@@ -136,7 +169,7 @@ class Deaths:
 
         Batches before the one that has it are handed out: nobody knows the texts of those that a worker did who died.
         """
-        before = task.left(failure.ordinal) if self._in_rows and task.id != PROBE and failure.ordinal > 0 else []
+        before = task.left(failure.ordinal) if self._in_rows(task) and failure.ordinal > 0 else []
         if not before:
             return failure
         task.apart = task.apart or Apart([])
@@ -145,8 +178,13 @@ class Deaths:
         return None
 
     def whole(self, task: Task, reply: Reply) -> Reply | None:
-        """What became of a task, with all that was done of it before; None if there is more of it to do."""
+        """What became of a task, with all that was done of it before; None if there is more of it to do.
+
+        A reply that says MORE is one whose samples are to be handed over before the rest is done in another slot.
+        """
         apart, alone = task.apart, task.alone
+        if apart is not None and alone and not self._in_rows(task):
+            return self._whole_in_order(task, reply, apart)
         over = joined(task.part, reply)
         failure = reply.body if isinstance(reply.body, Failure) else None
         if reply.status is Status.AGAIN:
@@ -174,9 +212,27 @@ class Deaths:
             return None
         return joined(task.part, Reply(task.id, reply.worker, Status.FAILED, body=failure))
 
+    def _whole_in_order(self, task: Task, reply: Reply, apart: Apart) -> Reply | None:
+        """The same where a task does not give its rows to its items beforehand, for some of its items."""
+        if reply.status is Status.AGAIN:
+            return None
+        if task.id == PROBE or reply.status is not Status.DONE:
+            return reply
+        group = apart.groups.pop(0)
+        if self._mode is Mode.WHOLE:  # it was only a trial
+            return None
+        apart.done += group
+        task.settle(group)
+        over = {*apart.done, *task.barred}
+        if all(place in over for place in range(len(task.indices))):
+            return reply
+        if not reply.rows and not reply.failures:
+            return None
+        return dataclasses.replace(reply, status=Status.MORE, failures=(*reply.failures, *self.failures(task)))
+
     def failures(self, task: Task) -> tuple[Failure, ...]:
         """The items that were barred from a task, which is over now."""
-        found = (self._barred.pop((task.id, o), None) for o in task.barred if o != Failure.TOGETHER)
+        found = (self._barred.pop((task.id, o), None) for o in task.barred)
         return tuple(failure for failure in found if failure is not None)  # those that were told before are not again
 
     def _memory(self, code: int) -> str:
@@ -206,14 +262,11 @@ class Deaths:
         )
 
 
-def too_late(task: Task, ordinal: int, timeout_s: float) -> LoadTimeout:
+def too_late(task: Task, ordinal: int, timeout_s: float, *, skips: bool) -> LoadTimeout:
     """The error for an item that took longer than it may."""
     item, what = _at(task, ordinal)
-    return LoadTimeout(
-        f"{what} took longer than timeout={timeout_s:g} s, so its worker was stopped: give more time, or leave "
-        'such items out with on_error="skip"',
-        item=item,
-    )
+    advice = "" if skips else ': give more time, or leave such items out with on_error="skip"'
+    return LoadTimeout(f"{what} took longer than timeout={timeout_s:g} s, so its worker was stopped{advice}", item=item)
 
 
 def _at(task: Task, ordinal: int) -> tuple[Any, str]:
@@ -225,13 +278,26 @@ def _at(task: Task, ordinal: int) -> tuple[Any, str]:
     return item, f"loading {shown(item)}"
 
 
-def lost(task: Task, ordinal: int, code: int, words: str, memory: str) -> WorkerLost:
+def all_lost(count: int, last: LoadError) -> LoadError:
+    """The error when so many items that are to be left out cost their workers one after the other."""
+    error = type(last)(f"{count} items in a row did so, so that it is not the items: {last}", item=last.item)
+    if isinstance(error, WorkerLost) and isinstance(last, WorkerLost):
+        error.exitcode = last.exitcode
+    return error
+
+
+def lost(task: Task, ordinal: int, code: int, words: str, memory: str, *, skips: bool) -> WorkerLost:
     """The error for an item that its workers died of; ``memory`` tells what the system did about memory meanwhile."""
     item, what = _at(task, ordinal)
     how = f"{manner(code)} ({printable(words)})" if words else manner(code)
+    advice = "do that alone to see why" + ("" if skips else ', or leave such items out with on_error="skip"')
+    if task.trial and not task.alone:  # every item was tried
+        advice = (
+            "nobody died of it alone, nor of the items before it, so that one of those may harm its process; load that "
+            "batch with num_workers=0 to see why"
+        )
     return WorkerLost(
-        f"{DEATHS_AN_ITEM} workers died one after the other while {what}, with {how}{memory}: do that alone "
-        'to see why, or leave such items out with on_error="skip"',
+        f"{DEATHS_AN_ITEM} workers died one after the other while {what}, with {how}{memory}: {advice}",
         item=item,
         exitcode=code,
     )

@@ -400,6 +400,8 @@ class PortableCrew:
                 self._tasks.appendleft(task)
                 return
             reply = over
+            if reply.status is Status.MORE:
+                self._parked[task.id] = task
             reply.failures += self._deaths.failures(task)
         self._replies.put(reply)
 

@@ -449,6 +449,11 @@ class ProcessCrew:
             self._events.append(reply)
             return
         over = None if unpack_apart(task, reply) else self._deaths.whole(task, reply)
+        if over is not None and over.status is Status.MORE:
+            self._parked.add(task.id)
+            task.since_s = time.monotonic()
+            self._events.append(over)
+            return
         if over is not None:
             self._finished(task, over)
             return
