@@ -30,7 +30,8 @@ demo: $(DEMO)
 # purpose, or look for what anybody left, by themselves.
 PYTEST := .venvs/test/bin/python -m pytest -q
 ALONE := tests/memory tests/docs/test_house.py tests/chaos/test_endings.py
-TWO := -n 2 --dist loadfile $(ALONE:%=--ignore %) tests
+# Where a test takes its process with it, xdist would start another and then wait for ever: the run ends there, with its name.
+TWO := -n 2 --dist loadfile --max-worker-restart 0 $(ALONE:%=--ignore %) tests
 
 test: lint drivers
 	@echo '== tests'

@@ -56,13 +56,47 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 # A fresh interpreter for each worker takes its time, and to the parent its deaths are like any other's. These are for
 # `make test-all`; order, samples, spares, budget and endings are seen with "spawn" in every run.
 SPAWNS_SELDOM: Final = {"test_deaths.py", "test_lifecycle.py", "test_items.py"}
+# Here a case starts processes or a framework, and many tests are crossed with all crews. Each value of each parameter
+# is seen in every run, all of their combinations by `make test-all`.
+CROSSED: Final = {"chaos", "frameworks", "live", "memory"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tables: dict[str, list[pytest.Item]] = {}
     for item in items:
         given = getattr(item, "callspec", None)
-        if item.path.name in SPAWNS_SELDOM and given is not None and "spawn" in str(given.params):
+        if given is None:
+            continue
+        if item.path.name in SPAWNS_SELDOM and "spawn" in str(given.params):
             item.add_marker(pytest.mark.slow)
+        elif item.path.parent.name in CROSSED and item.get_closest_marker("slow") is None:
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tables.values():
+        for item in _repeating(cases):
+            item.add_marker(pytest.mark.slow)
+
+
+def _repeating(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Those cases of a test whose values all stand in others, too: as few others as do. A table is one parameter."""
+    left = {number: _values(item) for number, item in enumerate(cases)}
+    missing = frozenset[Values]().union(*left.values())
+    while missing:
+        best = max(left, key=lambda number: (len(left[number] & missing), -number))
+        missing -= left.pop(best)
+    return [cases[number] for number in left]
+
+
+Values = tuple[tuple[str, int], ...]
+
+
+def _values(item: pytest.Item) -> frozenset[Values]:
+    """Which value each parameter has in a case; those that were given together have one together."""
+    known = {name: id(value) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
+    found: set[Values] = set()
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if isinstance(mark.args[0], list | tuple) else mark.args[0].split(",")
+        found.add(tuple((name.strip(), known.pop(name.strip())) for name in names))
+    return frozenset([*found, *(((name, value),) for name, value in known.items())])
 
 
 # ---------------------------------------- what there is, by kind
