@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import ml_dtypes
 import numpy as np
@@ -778,6 +779,26 @@ def test_pack_names_an_item_that_fails_and_keeps_what_came_before(folder: Path) 
     with feed_of("process", range(N), load, cache=folder, on_error="skip") as feed:
         assert feed.pack() == N - 1
         assert [item for item, _ in feed.stats.skipped] == [30]
+
+
+def test_pack_comes_back_to_what_it_could_not_claim(folder: Path) -> None:
+    """Before, what was loaded while another job had the lock of the folder was missing in the end."""
+    loaded: list[int] = []
+    locks: list[TextIO] = []
+
+    def load(i: int) -> Any:
+        loaded.append(i)
+        if i == 10 and not locks:
+            locks.append((folder / "penstock.lock").open())
+            fcntl.flock(locks[0], fcntl.LOCK_EX)
+        if i == 30:
+            locks[0].close()
+        return row(i)
+
+    with feed_of("inline", range(N), load, cache=folder) as feed:
+        assert feed.pack() == N
+    assert loaded.count(20) == 2, "the lock was in nobody's way"
+    assert (np.load(folder / "rows.npy") >> 32 == 1).all()
 
 
 TOGETHER = """

@@ -26,6 +26,9 @@ from penstock._core.stats import Stats
 __all__ = ["pack"]
 
 LOOK_S: Final = 0.1
+# What was free when it was looked at may be another job's when it is begun, and the lock of the folder may be taken for
+# too long: then it was loaded and is not kept, though nothing is wrong with it. So often in a row, something else is.
+TRIES: Final = 5
 
 
 def pack(launched: Launched, schedule: Schedule, place: Bookmark, stats: Stats) -> Iterator[tuple[int, int]]:
@@ -35,8 +38,7 @@ def pack(launched: Launched, schedule: Schedule, place: Bookmark, stats: Stats) 
         return
     missing = cache.wants()
     total = cache.count + len(missing)
-    # What could not be loaded is not tried for ever.
-    tried = np.zeros(int(missing.max(initial=-1)) + 1, bool)
+    tries = np.zeros(int(missing.max(initial=-1)) + 1, np.uint8)
     yield cache.count, total
 
     size = max(1, min(cut.unit_items, cut.batch_items))  # claimed when it is begun: a few at a time
@@ -45,26 +47,29 @@ def pack(launched: Launched, schedule: Schedule, place: Bookmark, stats: Stats) 
         for start in range(0, len(left), size):
             indices = cache.unclaimed(left[start : start + size])
             if len(indices):
-                tried[indices] = True
+                tries[indices] += 1
                 yield Unit(0, start, indices, schedule.pick(indices, travels=cut.travels))
 
-    while len(left := missing[~tried[missing]]):
-        yield from _made(launched, units(left), place, stats, total)
-        if not tried[left].any():  # other jobs are at what is left: it will be there soon, or they die
+    most = 1 if cache.in_memory else TRIES  # nobody else is at what this process keeps in memory
+    while len(left := missing[tries[missing] < most]):
+        before = tries[left]
+        for failed in _made(launched, units(left), place, stats):
+            tries[failed] = most
+            yield cache.count, total
+        if (tries[left] == before).all():  # other jobs are at what is left: it will be there soon, or they die
             time.sleep(LOOK_S)
         missing = cache.wants()
     yield cache.count, total
 
 
-def _made(
-    launched: Launched, units: Iterator[Unit], place: Bookmark, stats: Stats, total: int
-) -> Iterator[tuple[int, int]]:
-    engine, cache = launched.engine, launched.engine.cache
-    assert cache is not None
+def _made(launched: Launched, units: Iterator[Unit], place: Bookmark, stats: Stats) -> Iterator[npt.NDArray[np.int64]]:
+    """Have these units loaded; after each the numbers of those of its items that failed."""
+    engine = launched.engine
     run = engine.begin(units, ahead=1)
     try:
         while (found := engine.next_chunk(run, 0)) is not None:
             unit, chunk = found
+            failed = [failure.ordinal for failure in chunk.failures]
             for failure in chunk.failures:
                 error = error_of(failure, unit)
                 item = unit.items[failure.ordinal] if unit.items is not None else int(unit.indices[failure.ordinal])
@@ -75,6 +80,6 @@ def _made(
                 if notice not in place.told:
                     place.told.add(notice)
                     warnings.warn(notice, CacheWarning, stacklevel=users_level())
-            yield cache.count, total
+            yield unit.indices[failed]
     finally:
         engine.stop(run)
