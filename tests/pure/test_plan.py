@@ -353,6 +353,14 @@ def test_slots_are_enough_that_no_worker_runs_dry(changes: dict[str, Any], slots
     assert solve(Request(memory=GiB(4), cores=4, **changes), IMAGES).slots == slots
 
 
+def test_quick_samples_leave_each_worker_a_slot_of_its_own() -> None:
+    """A slot of them is one task: with one slot for all workers, each but one waits for the consumer."""
+    quick = replace(IMAGES, leaf_row_bytes=(KiB(12),), load_s=2e-6, cpu_s=2e-6)
+    plan = solve(Request(memory=GiB(4), cores=2, num_workers=2, batch_size=512), quick)
+    assert "5 slots: two for the consumer, one ready, 2 for the workers to fill" in plan.notes
+    assert solve(Request(memory=GiB(4), cores=2, num_workers=2, batch_size=8192), quick).slots == 4, "two tasks a slot"
+
+
 def test_a_large_batch_of_one_sample_does_not_wait_ready() -> None:
     """It takes so long to fill that one more slot gives no speed, and costs as much as all the rest."""
     large = replace(IMAGES, leaf_row_bytes=(MiB(24),))

@@ -527,7 +527,12 @@ class _Costs:
         if workers == 0:
             shared = self.request.groups and SMALL_BYTES <= self.batch <= GROUPED_ALONE_BYTES
             return self.limited(STEADY_SLOTS if shared else max(STEADY_SLOTS, free))
-        return self.limited(max(WANTED_SLOTS, free, self.steady_slots() + ceil(workers / self.fillers())))
+        return self.limited(max(WANTED_SLOTS, free, self.steady_slots() + self.filled_at_once(workers)))
+
+    def filled_at_once(self, workers: int) -> int:
+        """Slots that so many workers fill at the same time. Where samples take microseconds, a slot is one task."""
+        alone = self.footprint.load_s < QUICK_LOAD_S and self.rows * self.footprint.load_s <= QUICK_GROUP_S
+        return workers if alone else ceil(workers / self.fillers())
 
     def steady_slots(self) -> int:
         """Slots besides those that are being filled: the consumer's, and one that is ready."""
@@ -707,7 +712,7 @@ def _notes(costs: _Costs, wish: tuple[int, str], rung: tuple[int, int], *, cache
         yield f"{slots} slots: no more were allowed"
     elif workers == 0:
         yield f"{slots} slots: the consumer may hold two batches while the next one is loaded"
-    elif slots == costs.steady_slots() + ceil(workers / costs.fillers()):
+    elif slots == costs.steady_slots() + costs.filled_at_once(workers):
         ready = ", one ready" if costs.steady_slots() == STEADY_SLOTS else ""
         yield f"{slots} slots: two for the consumer{ready}, {slots - costs.steady_slots()} for the workers to fill"
     else:
