@@ -81,6 +81,7 @@ LONG_LOAD_S: Final = 2e-3
 ALIKE: Final = 0.1
 BLOCK_TASK_BYTES: Final = 8 * 2**20
 TOLD_BYTES: Final = 40 * 2**20  # enough for the disks that were tried, and a page cache has room for it
+TOLD_ROWS: Final = 4096  # of rows that lie anywhere: for each a page at least is read
 BLOCK_TASKS: Final = 3  # a worker, of a slot
 SKIPS_IN_A_ROW: Final = 100  # so many items one after the other that are left out mean that all will be
 TASK_ITEM_BYTES: Final = 2**19  # a task is made smaller where its items are large: they travel, and are held twice
@@ -118,7 +119,7 @@ class Unit:
     weight: int = 0
     """Bytes that the items take in this process, where it holds them only for us."""
     told: int = 0
-    """Parts of it that the system was told of before it began (blocks)."""
+    """Parts of it that the system was told of before it began (blocks); of other units, whether it was told at all."""
     chunks: deque[Chunk] = dataclasses.field(default_factory=deque)
     open: int = 0
     """Tasks that are not accounted for."""
@@ -170,6 +171,7 @@ class Engine:
         mixing: Mixing | None = None,
         cache: Callable[[AnyArena], Store | None] | None = None,
         scatters: bool = False,
+        absent: Callable[[npt.NDArray[np.int64]], bool] | None = None,
         own_bytes: int = 0,
         many: bool = False,
     ) -> None:
@@ -182,6 +184,8 @@ class Engine:
         self._mixing = mixing if mode is Mode.ROWS else None
         self._scatters = scatters
         """Whether blocks are read straight to where their rows belong, so that a worker holds none of them."""
+        self._absent = absent if cache is None and self._mixing is None and mode is Mode.ROWS else None
+        """Says whether rows have to be read from a disk: then it is told of them before there is a slot for them."""
         slots = plan.slots + plan.staging_slots
         self._spare = spare_bytes
         self._regions = Regions(crew.arena, slots, slot_bytes, spare_bytes)
@@ -290,8 +294,7 @@ class Engine:
         with self._lock, self._section:
             self._cancel()
             self._source = units
-            # The disk is told of the unit after the next, too, which may be begun where nothing can be drawn.
-            self._ahead = 2 * ahead if self._mixing is not None and self._scatters else ahead
+            self._ahead = ahead * self._units_told()
             if self.cache is not None:
                 self.cache.refresh()
             self.run += 1
@@ -691,6 +694,8 @@ class Engine:
         told = None
         if self._mixing is not None and self._scatters and left is None:
             told = self._told(unit, parts, self._following(pull))
+        elif self._absent is not None:
+            told = self._told_rows(len(parts))
         for number, (ident, part) in enumerate(zip(idents, parts, strict=True)):
             start, places = (part.start, None) if isinstance(part, slice) else (0, part)
             part = part if left is None else _row(left[part])  # from here on: which items of the unit
@@ -739,6 +744,24 @@ class Engine:
         if not self._prepared and pull and (unit := self._draw(pull, fresh=True)) is not None:
             self._prepared.append(unit)
         return self._prepared[0] if self._prepared else None
+
+    def _units_told(self) -> int:
+        """How many units are drawn before there is a slot for them, so that the disk can be told of their rows."""
+        if self._mixing is not None and self._scatters:
+            return 2  # the one after the next, too, which may be begun where nothing can be drawn
+        if self._absent is None:
+            return 1
+        samples = self.plan.batch_size * self.plan.batches_per_slot
+        return max(1, min(TOLD_BYTES // max(1, samples * self.plan.sample_bytes), TOLD_ROWS // samples))
+
+    def _told_rows(self, tasks: int) -> list[npt.NDArray[np.int64]] | None:
+        """What each task is to tell the system of, where rows lie anywhere: all that was drawn since."""
+        coming = [unit for unit in self._prepared if not unit.told]
+        if not coming or self._absent is None or not self._absent(coming[0].indices):
+            return None
+        for unit in coming:
+            unit.told = 1
+        return np.array_split(np.concatenate([unit.indices for unit in coming]), tasks)
 
     def _told(self, unit: Unit, parts: Sequence[Part], following: Unit | None) -> list[npt.NDArray[np.int64]]:
         """What each task is to tell the system of, so that a disk always knows of so many bytes beyond what is read.

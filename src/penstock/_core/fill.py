@@ -7,6 +7,7 @@ with the traceback as text, because most frames cannot travel.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -539,6 +540,8 @@ class Filler:
         assert self._layout is not None
         spec = self._layout.spec
         row = task.start
+        if task.ahead is not None and len(task.ahead):
+            self._tell(task.ahead, blocks=task.places is not None)
         if program.load is None and all(leaf.kind == "array" for leaf in spec.leaves):
             self._read_rows(task, columns, failures)
             return
@@ -745,6 +748,13 @@ class Filler:
             item = item.item()
         self._write(columns, row, self.program.load(item), item, [])
 
+    def _tell(self, indices: Array, *, blocks: bool) -> None:
+        """Have the system begin to read what tasks after this one want."""
+        reader = self.program.reader
+        if reader is not None and isinstance(reader, Scatters):
+            with contextlib.suppress(OSError):  # of a file that is gone: told when its rows are read
+                reader.tell(np.sort(indices), blocks=blocks)
+
     def _read_rows(self, task: Task, columns: list[Array], failures: list[Failure]) -> None:
         """Rows of a source, straight into the slot: all at once, and if that fails one by one, to see whose it is."""
         reader = self.program.reader
@@ -770,8 +780,6 @@ class Filler:
             self.beat(Failure.TOGETHER)
             try:
                 left.sort(key=task.indices.__getitem__)
-                if task.ahead is not None and len(task.ahead) and isinstance(reader, Scatters):
-                    reader.tell(np.sort(task.ahead))
                 _scatter(reader, _where(task, left), columns, rows[left], leaves, told=task.ahead is not None)
                 return
             except Room:

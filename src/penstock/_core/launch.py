@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock._core import machine
 from penstock._core.batch import Trees
@@ -206,6 +207,7 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
             mixing=schedule.mixing,
             cache=cache,
             scatters=planner.scatters,
+            absent=planner.absent,
             own_bytes=_own_bytes(options, probe, plan, schedule.mixing),
             many=isinstance(program.load, Batched | BatchedInto),
         )
@@ -731,6 +733,14 @@ class _Planner:
         """Whether rows of a block are read straight to where they belong."""
         source = self._options.source
         return source is not None and self._options.load is None and isinstance(source.reader(), Scatters)
+
+    @property
+    def absent(self) -> Callable[[npt.NDArray[np.int64]], bool] | None:
+        """Says whether rows have to be read from a disk, which had better know of them long before; None: from none."""
+        source = self._options.source
+        if source is None or source.in_memory or not isinstance(reader := source.reader(), Scatters):
+            return None
+        return reader.absent
 
     def _block_bytes(self, probe: Probe, rows: int) -> int:
         """What a worker holds of a block while it puts its rows where they belong."""

@@ -18,6 +18,7 @@ And a reader: ``single``, True if nothing is gained by reading several rows at o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -106,8 +107,11 @@ class Scatters(Protocol):
         ``told``: the system knows of them from ``tell``.
         """
 
-    def tell(self, indices: Indices) -> None:
-        """Have the system begin to read these, and do not wait for it."""
+    def tell(self, indices: Indices, *, blocks: bool) -> None:
+        """Have the system begin to read these sorted rows, and do not wait for it."""
+
+    def absent(self, indices: Indices) -> bool:
+        """Whether these rows have to be read from a disk, as far as that is known without asking for each."""
 
 
 @runtime_checkable
@@ -183,6 +187,14 @@ class _Disk:
             self._cold = not _is_here(fd, middle)
         return self._cold
 
+    def needed_for(self, part: _InFile | _InShards, indices: Indices) -> bool:
+        """Of rows that lie anywhere, by a few of them now and then: they are small, and to ask takes a while."""
+        self._asked += 1
+        if self._asked % ASKED_EVERY == 0:
+            few = indices[len(indices) // 6 :: max(1, len(indices) // 3)]
+            self._cold = not all(part.is_here(int(index)) for index in few)
+        return self._cold
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _InFile:
@@ -237,6 +249,15 @@ class _InFile:
                 size = (stop - start) * self.stride
                 if not absent or _disk.needed(fd, where + size // 2):
                     os.posix_fadvise(fd, where, size, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
+
+    def is_here(self, index: int) -> bool:
+        """Whether a row is in the page cache, by the byte in its middle."""
+        fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            return _is_here(fd, self.offset + index * self.stride + self.stride // 2)
         finally:
             os.close(fd)
 
@@ -332,6 +353,10 @@ class _InShards:
         """The file that a row is in, and which of its rows it is."""
         file = int(self.starts.searchsorted(index, "right")) - 1
         return Row(self.files[file].path, index - int(self.starts[file]))
+
+    def is_here(self, index: int) -> bool:
+        number = int(self.starts.searchsorted(index, "right")) - 1
+        return self.files[number].is_here(index - int(self.starts[number]))
 
     def tell(self, indices: Indices, *, absent: bool = False) -> None:
         numbers = self.starts.searchsorted(indices, "right") - 1
@@ -492,6 +517,13 @@ class _ArrayReader:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype[Any], ...]
 
+    def absent(self, indices: Indices) -> bool:
+        if not hasattr(os, "posix_fadvise"):
+            return False
+        with contextlib.suppress(OSError):  # of a file that is gone: told when its rows are read
+            return any(_disk.needed_for(part, indices) for part in self.parts if not isinstance(part, _InMemory))
+        return False
+
     def read_into(self, indices: Indices, out: Sequence[Array], leaves: Sequence[Leaf]) -> None:
         for part, rows, leaf in zip(self.parts, out, leaves, strict=True):
             wide = rows if leaf.dtype == leaf.stored else np.empty((len(indices), *leaf.shape), leaf.dtype)
@@ -499,11 +531,12 @@ class _ArrayReader:
             if wide is not rows:
                 store(rows, wide, leaf, _called(indices))
 
-    def tell(self, indices: Indices) -> None:
-        if hasattr(os, "posix_fadvise"):
-            for part in self.parts:
-                if not isinstance(part, _InMemory):
-                    part.tell(indices, absent=True)
+    def tell(self, indices: Indices, *, blocks: bool) -> None:
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for part in self.parts:
+            if not isinstance(part, _InMemory):
+                part.tell(indices, absent=blocks)
 
     def scatter(
         self, indices: Indices, columns: Sequence[Array], places: Indices, leaves: Sequence[Leaf], *, told: bool
