@@ -475,6 +475,8 @@ for module, names in {{
     for name in names:
         if hasattr(module, name):
             delattr(module, name)
+if hasattr(os, "process_cpu_count"):  # Python 3.13: made of sched_getaffinity where there is one
+    os.process_cpu_count = os.cpu_count
 if {no_unix}:  # a pipe of multiprocessing is of another kind there
     pair, family = socket.socketpair, socket.AF_UNIX
     socket.socketpair = lambda *arguments: pair(*(arguments or (family,)))

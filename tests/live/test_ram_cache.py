@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda i: {
             "record": np.array([(i, (i, 1))], [("a", "i4"), ("b", "f8", (2,))]),
             "nested": np.array([((i, 2.5),)], [("in", [("x", "i2"), ("y", "f4")])]),
-            "day": np.datetime64("2020-01-01") + i,
+            "day": np.datetime64("2020-01-01") + np.timedelta64(i, "D"),
             "numbers": (bool(i % 2), 2**62 + i, i / 3, complex(i, float("inf")), float("-inf")),
             "texts": ("\N{SNOWMAN}\udc80" * (i % 3), b"\0\xff" * (i % 3)),
             "half": np.array(i, "float32").astype(ml_dtypes.bfloat16),
