@@ -35,11 +35,15 @@ class Case:
 def _npy(folder: Path) -> Case:
     x = np.arange(LENGTH * 6, dtype=np.float32).reshape(LENGTH, 2, 3)
     y = np.arange(LENGTH, dtype=">i4") * 7
-    for name, array, cuts in (("x", x, [5, 5, 20]), ("y", y, [11, 30])):
+    text = np.array([f"näme {i}" * (i % 3) for i in range(LENGTH)])
+    raw = np.array([b"r" * (i % 4) for i in range(LENGTH)])
+    given = (("x", x, [5, 5, 20]), ("y", y, [11, 30]), ("text", text, [7]), ("raw", raw, [30]))
+    for name, array, cuts in given:
         for number, part in enumerate(np.split(array, cuts)):
             np.save(folder / f"{name}{number}.npy", part)
-    columns = {name: sorted(folder.glob(f"{name}*.npy")) for name in "xy"}
-    return Case(lambda: penstock.arrays(columns), [{"x": x[i], "y": np.int32(y[i])} for i in range(LENGTH)])
+    columns = {name: sorted(folder.glob(f"{name}*.npy")) for name, *_ in given}
+    rows = [{"x": x[i], "y": np.int32(y[i]), "text": text[i], "raw": raw[i]} for i in range(LENGTH)]
+    return Case(lambda: penstock.arrays(columns), rows)
 
 
 def _parquet(folder: Path, *, arrow: bool = False) -> Case:
@@ -324,6 +328,35 @@ def test_a_file_that_was_replaced_by_one_of_another_form_fails_by_name(tmp_path:
     for shuffle in (False, True):
         with pytest.raises(LoadError, match=r"x\.npy' has rows of int64\[\] by now, but had rows of float32\[\]"):
             whole("inline", source, shuffle=shuffle)
+
+
+@pytest.mark.parametrize("crew", ["inline", "thread", "process"])
+def test_rows_of_a_file_beside_rows_in_memory_fail_by_name_too(crew: str, tmp_path: Path) -> None:
+    """For a load in another process they are read here, and what went wrong was nobody's row."""
+    np.save(tmp_path / "x.npy", np.arange(200, dtype=np.float32).reshape(100, 2))
+    source = penstock.arrays(str(tmp_path / "x.npy"), np.arange(100))
+    with feed_of(crew, source, lambda row: row, batch_size=10, on_error="skip") as feed:
+        feed.plan  # noqa: B018 - the file is whole until then
+        os.truncate(tmp_path / "x.npy", 128 + 8 * 90)
+        assert [n for _, numbers in feed for n in numbers.tolist()] == list(range(90))
+        assert [item for item, _ in feed.stats.skipped] == [Row(str(tmp_path / "x.npy"), i) for i in range(90, 100)]
+    np.save(tmp_path / "x.npy", np.arange(200, dtype=np.float32).reshape(100, 2))
+    with feed_of(crew, source, lambda row: row, batch_size=10) as feed:
+        feed.plan  # noqa: B018 - as above
+        (tmp_path / "x.npy").unlink()
+        with pytest.raises(LoadError, match=r"row 0 of .*x\.npy"):
+            list(feed)
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_file_that_was_cut_inside_its_header_fails_by_row(size: int, tmp_path: Path) -> None:
+    """It was an error about the whole source, which nobody expects in the middle of an epoch."""
+    np.save(tmp_path / "x.npy", np.zeros((40, 2)))
+    with feed_of("process", penstock.arrays(str(tmp_path / "x.npy")), batch_size=8) as feed:
+        feed.plan  # noqa: B018 - the file is whole until then
+        os.truncate(tmp_path / "x.npy", size)
+        with pytest.raises(LoadError, match=r"row 0 of .*it was one when the source was made"):
+            list(feed)
 
 
 def test_what_is_no_npy_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import json
 import os
 import random
 import re
 import struct
+import sys
 import time
 import types
 import zlib
@@ -173,6 +175,21 @@ def decorated(function: Callable[[int], Any]) -> Callable[[int], Any]:
     return load
 
 
+def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    last = [None]
+
+    @functools.wraps(function)  # which says that it is the function's own module and name
+    def inner(item: Any) -> Any:
+        last[0] = item
+        return function(last[0])
+
+    return inner
+
+
+summed = remembering(np.sum)
+RECORD = np.rec.array([(0,)], dtype=[("x", "i8")])[0]
+
+
 BAD: dict[str, tuple[Callable[..., Any], str]] = {
     "an open file": (lambda i: FILE.read(i), "FILE is a BytesIO"),
     "an open file of a helper": (lambda i: helper_that_reads(i), "FILE is a BytesIO"),
@@ -203,6 +220,12 @@ BAD: dict[str, tuple[Callable[..., Any], str]] = {
     "a module as a value": (passes_a_module_on, "np is used as a value"),
     "the insides of a function": (looks_into_a_function, "__globals__"),
     "a name that is not there": (lambda i: not_there(i), "not_there, which is not there yet"),  # type: ignore[name-defined]  # noqa: F821
+    "a wrapper of a library's function": (remembering(np.load), "last is a list"),
+    "a wrapper of a builtin": (remembering(len), "last is a list"),
+    "a wrapper that a load calls": (lambda i: summed([i]), "summed has attributes of its own"),
+    "the number of the process": (lambda i: open(f"scratch-{os.getpid()}-{i}", "rb"), "os.getpid"),
+    "a record": (lambda i: RECORD["x"] + i, "RECORD is a record"),
+    "setattr of object": (lambda i: object.__setattr__(helper, "last", i), "looks into __setattr__"),
     "a partial with a list": (functools.partial(helper, CACHE), "an argument of load is a dict"),
 }
 
@@ -220,19 +243,22 @@ def test_a_load_that_might_share_something_is_not_let_into_threads(name: str) ->
     assert reason in str(obstacle_to_threads(load))
 
 
+@pytest.mark.parametrize("name", ["wave", "_copy"])
 def test_a_module_of_the_users_with_a_trusted_name_is_not_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file called wave.py beside the script hides the one of the standard library."""
+    """A file called wave.py beside the script hides the one of the standard library; _copy is nobody's there."""
     from penstock._core import sharing
 
-    (tmp_path / "wave.py").write_text("state = []\ndef read(i):\n    state.append(i)\n    return len(state)\n")
+    (tmp_path / f"{name}.py").write_text("state = []\ndef read(i):\n    state.append(i)\n    return len(state)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "wave", raising=False)
+    monkeypatch.delitem(sys.modules, name, raising=False)
     sharing._installed.cache_clear()
-    import wave
+    module = importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, name, module)
 
-    load = types.FunctionType(compile("lambda i: wave.read(i)", "x", "eval").co_consts[0], {"wave": wave})
+    load = types.FunctionType(compile("lambda i: wave.read(i)", "x", "eval").co_consts[0], {"wave": module})
     try:
         assert obstacle_to_threads(load) is not None
     finally:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +21,7 @@ from penstock._core.items import Picker, Stream, held_bytes, stream_error
 from penstock._core.lines import Located
 from penstock._core.options import Options
 from penstock._core.order import Mixing, Order
+from penstock._core.source import Reader, Unread
 
 __all__ = ["Cut", "Schedule"]
 
@@ -165,7 +167,7 @@ class Schedule:
         if carried is not None:
             items: list[Any] = carried(indices)
             return items
-        return source.reader().read(indices) if travels and source is not None else None
+        return _read(source.reader(), indices) if travels and source is not None else None
 
     @property
     def name(self) -> Callable[[int], Any] | None:
@@ -303,3 +305,22 @@ class _Dealt(Iterator[Any]):
         if not dealt or (len(dealt) < self._world and not self._pads):
             raise StopIteration
         return dealt[self._rank % len(dealt)]
+
+
+def _read(reader: Reader, indices: Any) -> Sequence[Any]:
+    """Rows that are sent to a load; if they cannot be read together, those that fail do so where they are wanted."""
+    try:
+        return reader.read(indices)
+    except Exception:  # noqa: BLE001 - it comes again below, where it is known which row it belongs to
+        return [_row(reader, indices[at : at + 1]) for at in range(len(indices))]
+
+
+def _row(reader: Reader, index: Any) -> Any:
+    try:
+        return reader.read(index)[0]
+    except Exception as error:  # noqa: BLE001 - told when its turn comes, by on_error
+        return Unread(error, partial(_raised, error))
+
+
+def _raised(error: Exception) -> Any:
+    raise error

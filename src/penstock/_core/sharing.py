@@ -45,7 +45,7 @@ _HARMLESS: Final = _words(
 # The same modules by the names that their functions were born with.
 _ALIASES: Final = {"posix": "os", "nt": "os"}
 # Modules of which only some parts are harmless: a working directory, an open descriptor's place, one random state, are
-# the process's.
+# the process's, and so is its number, by which a load may name a file of its own.
 _PARTS: Final = {
     "builtins": _words(
         "abs all any ascii bin bool bytearray bytes callable chr complex dict divmod enumerate filter float format "
@@ -53,7 +53,7 @@ _PARTS: Final = {
         "object oct open ord pow print range repr reversed round set slice sorted str sum tuple type zip"
     ),
     "os": _words(
-        "PathLike access close cpu_count fsdecode fsencode fspath fstat getcwd getpid listdir lstat open path pread "
+        "PathLike access close cpu_count fsdecode fsencode fspath fstat getcwd listdir lstat open path pread "
         "preadv scandir sep stat walk O_RDONLY O_CLOEXEC O_DIRECT"
     ),
     "numpy.random": _words("Generator MT19937 PCG64 PCG64DXSM Philox SFC64 SeedSequence default_rng"),
@@ -65,7 +65,8 @@ _SETTERS: Final = re.compile(
     re.IGNORECASE,
 )
 _INSIDES: Final = _words(
-    "__builtins__ __closure__ __code__ __defaults__ __dict__ __func__ __globals__ __kwdefaults__ __self__ setflags"
+    "__builtins__ __closure__ __code__ __defaults__ __delattr__ __dict__ __func__ __globals__ __kwdefaults__ __self__ "
+    "__setattr__ __setstate__ setflags"
 )
 _CONSTANTS: Final = (
     bool, int, float, complex, str, bytes, range, slice, type(None), type(...), type(NotImplemented), np.generic,
@@ -106,7 +107,7 @@ def unchanging(value: Any) -> bool:
 def unchanging_kind(kind: type[Any]) -> bool:
     """Whether nobody can change a value of this type; of containers that is not known."""
     # A class of the user's that is derived from one of these may have attributes.
-    return issubclass(kind, _CONSTANTS) and kind.__module__ in _CONSTANT_HOMES and kind is not np.void
+    return issubclass(kind, _CONSTANTS) and kind.__module__ in _CONSTANT_HOMES and not issubclass(kind, np.void)
 
 
 _CONSTANT_HOMES: Final = frozenset(
@@ -152,9 +153,9 @@ class _Look:
         owner = getattr(function, "__self__", None)
         if owner is not None and not isinstance(owner, types.ModuleType | type):
             yield f"{name} belongs to a {type(owner).__qualname__}, which threads would share"
-        elif _trusted(getattr(function, "__module__", None)):
+        elif _trusted(home := _home(function)):
             if not _known(function):
-                yield f"{name} is {function.__module__}.{function.__name__}, which is not known to be safe in threads"
+                yield f"{name} is {home}.{function.__name__}, which is not known to be safe in threads"
         elif not isinstance(function, types.FunctionType):
             yield f"{name} is not written in Python and not known to be safe in threads"
         elif id(function) not in self._seen:
@@ -238,8 +239,17 @@ class _Look:
         yield from self.reasons(thing, name)
 
 
-def _trusted(module: str | None) -> bool:
-    home = (module or "").lstrip("_")
+def _home(thing: Any) -> str:
+    """The module in which a function or class was written, whatever a decorator says: functools.wraps copies names."""
+    if isinstance(thing, types.FunctionType):
+        return str(thing.__globals__.get("__name__", ""))
+    return getattr(thing, "__module__", None) or ""
+
+
+def _trusted(module: str) -> bool:
+    if not _installed(module.partition(".")[0]):
+        return False
+    home = module.lstrip("_")  # what is written in C for a module is its own
     if home.startswith("penstock._bench"):  # what is loaded there stands for code of a user's
         return False
     top = _ALIASES.get(home, home).partition(".")[0]
@@ -249,9 +259,11 @@ def _trusted(module: str | None) -> bool:
 @functools.cache
 def _installed(top: str) -> bool:
     """Whether a module is where modules are installed, and not a file of the user's with the same name."""
-    file = getattr(sys.modules.get(top), "__file__", None)
-    if file is None or top in ("numpy", "penstock"):  # built in, or what this package itself works with
+    if top in ("numpy", "penstock"):  # what this package itself works with
         return True
+    file = getattr(sys.modules.get(top), "__file__", None)
+    if file is None:
+        return top in sys.builtin_module_names
     paths = sysconfig.get_paths()
     return any(file.startswith(paths[name] + os.sep) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -265,9 +277,10 @@ def _parts_of(module: str) -> frozenset[str] | None:
 
 def _known(thing: Any) -> bool:
     """Whether a function or class of a trusted module is one of its harmless parts, under whatever name it came."""
-    module, name = (getattr(thing, "__module__", None) or "").lstrip("_"), thing.__name__
-    if not _trusted(module) or _SETTERS.match(name):
+    name = thing.__name__
+    if not _trusted(_home(thing)) or _SETTERS.match(name):
         return False
+    module = _home(thing).lstrip("_")
     allowed = _parts_of(module)
     if module == "io" and name == "open":
         return True

@@ -224,7 +224,10 @@ class _InFile:
             if exactly and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             if self.header is not None and zlib.crc32(os.read(fd, self.offset)) != self.header:
-                now, _ = _header(self.path)
+                try:
+                    now, _ = _header(self.path)
+                except SpecError as error:  # which would be about the source, and this is about some rows of it
+                    raise ValueError(f"{error}; it was one when the source was made") from error
                 if (now.offset, now.shape, now.dtype) != (self.offset, self.shape, self.dtype):
                     raise ValueError(
                         f"{shown(self.path)} has rows of {_form(now)} by now, but had rows of {_form(self)} when the "
@@ -263,7 +266,7 @@ class _InFile:
 
     def scatter(self, indices: Indices, out: Array, places: Indices) -> None:
         """Rows that lie beside each other to places that do not: the kernel puts each where it belongs."""
-        row_bytes = out[0].nbytes
+        row_bytes = _row_bytes(out)
         if row_bytes == 0:
             return
         if self.stride != row_bytes or not out.flags.c_contiguous or not hasattr(os, "preadv"):
@@ -290,7 +293,7 @@ class _InFile:
             out[places] = out[places].byteswap()
 
     def rows(self, indices: Indices, out: Array) -> None:
-        row_bytes = out[0].nbytes
+        row_bytes = _row_bytes(out)
         if row_bytes == 0:
             return
         view = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # numpy 2.4 does not say Buffer on 3.11
@@ -482,6 +485,11 @@ def _called(indices: Indices) -> int | str:
     return int(indices[0]) if len(indices) == 1 else f"rows {indices.min()} to {indices.max()}"
 
 
+def _row_bytes(rows: Array) -> int:
+    """Bytes of a row. Not those of ``rows[0]``, which for a text is one without the zeros at its end."""
+    return math.prod(rows.shape[1:]) * rows.dtype.itemsize
+
+
 def _consecutive(indices: Indices) -> bool:
     return bool((np.diff(indices) == 1).all())
 
@@ -546,7 +554,7 @@ class _ArrayReader:
                 if told:
                     part.scatter(indices, column, places)
                     continue
-                if _ahead.begin(len(indices) * column[0].nbytes):
+                if _ahead.begin(len(indices) * _row_bytes(column)):
                     part.tell(indices)
                 part.scatter(indices, column, places)
                 _ahead.end()
@@ -630,7 +638,8 @@ def arrays(*columns: Any) -> Arrays:
     Samples have the tree of the arguments: one array gives arrays, several give tuples, a dict gives dicts. In the
     place of an array may stand the path of a .npy file, or a list of paths, which are read as one array: their headers
     are compared at once. Rows are gathered by index vectors straight into the slot. Files and memory maps are read in
-    the workers too, with pread, and are open no longer than that takes; nothing of them is sent or mapped.
+    the workers too, with pread, and are open no longer than that takes; nothing of them is sent or mapped. Beside
+    columns that lie in memory they are read here, and for a load in another process rows of all columns are sent.
     """
     return Arrays(columns[0] if len(columns) == 1 else columns)
 
@@ -664,7 +673,7 @@ def _part(array: Any) -> _InMemory | _InFile | _InShards:
         mapped = mapped.base
     if not isinstance(mapped, np.memmap) or mapped.filename is None or mapped.mode == "c" or array.size == 0:
         return _InMemory(array)
-    if not array[0].flags.c_contiguous or array.strides[0] < array[0].nbytes:
+    if not array[:1].flags.c_contiguous or array.strides[0] < _row_bytes(array):
         return _InMemory(array)
     if not os.path.exists(mapped.filename):  # deleted since: only the map still has it
         return _InMemory(array)
