@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import LoadError, SpecError
+from penstock import Feed, LoadError, SpecError
 from tests.live.crews import batches, each_crew, feed_of
 
 X = np.arange(11 * 6, dtype=np.float32).reshape(11, 2, 3)
@@ -274,3 +274,24 @@ def test_an_error_in_a_load_over_a_source_names_the_row() -> None:
         with pytest.raises(LoadError, match="seventy") as caught:
             batches(crew, penstock.arrays(Y), load)
         assert caught.value.item in (7, 70)
+
+
+def test_large_rows_are_sent_to_a_load_one_by_one() -> None:
+    """A worker has each twice for a moment: all rows of a batch at once were more than the least budget held."""
+
+    def make(memory: Any) -> Feed:
+        return Feed(penstock.arrays(rows), lambda row: row, memory=memory, batch_size=4, num_workers=2)
+
+    rows = np.zeros((16, 2**21), np.float32)
+    rows[:, 0] = np.arange(16)
+    with pytest.raises(penstock.BudgetError) as told:
+        print(make("40 MiB").plan)
+    with make(told.value.least) as feed:
+        assert [int(number) for batch in feed for number in batch[:, 0]] == list(range(16))
+
+
+@pytest.mark.parametrize("wrong", [np.array([object()]), [b"x.npy"]])
+def test_what_cannot_be_a_column_is_refused_at_once(wrong: Any) -> None:
+    """The error spoke of a collate_fn, which nobody had given."""
+    with pytest.raises(penstock.SpecError, match=r"arrays\(\) got .*numbers or texts, and \.npy files by their path"):
+        penstock.arrays(wrong)

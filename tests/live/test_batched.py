@@ -271,3 +271,23 @@ def test_an_array_that_nobody_can_write_to_is_no_obstacle_to_threads(read_only: 
     with Feed(penstock.arrays(x), load, batch_size=128, memory="256 MiB") as feed:
         np.testing.assert_array_equal(np.concatenate([batch.copy() for batch in feed]), np.sqrt(np.abs(x - mean)))
         assert read_only or feed.plan.executor == "process"
+
+
+@pytest.mark.parametrize("crew", ["inline", "thread", "process"])
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_load_that_works_in_place_is_given_rows_as_they_were(crew: str, draws: bool) -> None:
+    """After an error, or where each sample has its own randomness, rows are done one by one, and were doubled twice."""
+
+    def load(rows: Any) -> Any:
+        x, y = rows
+        x *= 2
+        if draws:
+            penstock.rng().random()
+        if (y == 13).any():
+            raise ValueError("bad row")
+        return x, y
+
+    source = penstock.arrays(np.ones((200, 4)), np.arange(200))
+    with feed_of(crew, source, penstock.batched(load), batch_size=16, on_error="skip") as feed:
+        seen = [(float(value), int(number)) for x, y in feed for value, number in zip(x[:, 0], y, strict=True)]
+    assert seen == [(2.0, number) for number in range(200) if number != 13]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import penstock
 from penstock import Feed, LoadError, PenstockError, Retry, SpecError
 from tests.live.crews import each_crew, feed_of
 
@@ -284,3 +285,25 @@ def test_what_an_item_gave_before_it_failed_is_handed_out(crew: str, each: int |
         samples = [int(sample) for batch in feed for sample in batch]
         assert [item for item, _ in feed.stats.skipped] == [1]
     assert samples == [0, 1, 2, 10, 11, 20, 21, 22, 30, 31, 32]
+
+
+@pytest.mark.parametrize(
+    ("crew", "source"), [("inline", True), ("thread", True), ("process", True), ("process", False)]
+)
+def test_another_try_is_given_the_item_as_it_was(crew: str, source: bool, tmp_path: Path) -> None:
+    """A load may work in place: what its first try had changed was changed once more by the second."""
+
+    def load(item: Any) -> Any:
+        x, y = item
+        x *= 2
+        tried = tmp_path / str(int(y))
+        if not tried.exists():
+            tried.touch()
+            raise OSError("once")
+        return x, y
+
+    x, y = np.ones((40, 4)), np.arange(40)
+    items: Any = penstock.arrays(x, y) if source else [(np.ones(4), number) for number in y.tolist()]
+    with feed_of(crew, items, load, batch_size=8, on_error=Retry(2, wait_s=0.001)) as feed:
+        assert all((batch == 2).all() for batch, _ in feed)
+    assert len(list(tmp_path.iterdir())) == 40

@@ -59,6 +59,7 @@ from penstock._core.plan import PARENT_BYTES, QUICK_GROUP_S, QUICK_LOAD_S, Plan,
 from penstock._core.program import Probe
 from penstock._core.regions import Regions
 from penstock._core.section import Section
+from penstock._core.source import Samples
 from penstock._core.stats import Stats
 from penstock._core.task import Failure, Grant, Mode, Reply, Shelved, Status, Task
 
@@ -670,7 +671,7 @@ class Engine:
         if apart is not None and kept is not None:
             left = np.flatnonzero(kept < 0)
             indices = indices[left]
-        parts = [slice(0, count)] if here or not len(indices) else self._parts(indices, loaded, unit.weight)
+        parts = [slice(0, count)] if here or not len(indices) else self._parts(indices, loaded, _weight(unit))
         if left is not None and isinstance(unit.items, Stretch):  # such items can only be had in a row
             parts = [run for part in parts for run in _runs(part, left)]
         idents = range(self._next_task, self._next_task + len(parts))
@@ -772,7 +773,7 @@ class Engine:
         many = max(1, TOLD_BYTES // size)
         upcoming = [unit.indices[part] for part in parts]
         if following is not None:
-            first = self._parts(following.indices, len(following.indices), following.weight)[:many]
+            first = self._parts(following.indices, len(following.indices), _weight(following))[:many]
             upcoming += [following.indices[part] for part in first]
             following.told = max(0, len(upcoming) - len(parts))
         none = np.empty(0, np.int64)
@@ -1171,7 +1172,7 @@ class Engine:
         stats.arena_bytes = max(0, self.crew.arena.resident_bytes() - counted)
         begun = self._begun()
         texts, self._texts_most = max(self._texts_most, self._texts()), 0
-        stats.other_bytes = self._held() + sum(unit.weight for unit in begun) + self.beside_bytes + texts
+        stats.other_bytes = self._held() + sum(map(_weight, begun)) + self.beside_bytes + texts
         stats.other_bytes += self._own.nbytes
         stats.other_bytes += self._launch_bytes
         stats.worker_bytes = self._inside_bytes
@@ -1311,6 +1312,11 @@ def _item(unit: Unit, ordinal: int) -> Any:
     if unit.name is not None:
         return unit.name(int(unit.indices[ordinal]))
     return unit.items[ordinal] if unit.items is not None else int(unit.indices[ordinal])
+
+
+def _weight(unit: Unit) -> int:
+    """Bytes of its items in this process: of a stream, or rows that are sent to a load."""
+    return unit.items.nbytes if isinstance(unit.items, Samples) else unit.weight
 
 
 def error_of(failure: Failure, unit: Unit, plan: Plan | None = None, *, spare_bytes: int = 0) -> Exception:

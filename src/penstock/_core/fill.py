@@ -45,7 +45,7 @@ from penstock._core.program import (
     not_stacked,
     rows_of,
 )
-from penstock._core.source import Reader, Scatters, Unread
+from penstock._core.source import Reader, Samples, Scatters, Unread
 from penstock._core.spec import (
     NAMESPACE,
     Array,
@@ -565,7 +565,7 @@ class Filler:
             finally:
                 self._passed, self._together, self._wrong = passed, False, None
             return
-        if self._plain is not None and not self._kept and not task.barred and not task.first:
+        if self._plain is not None and not (self._kept or task.barred or task.first or self._restores(task)):
             self._fill_plain(task, columns, failures)
             return
         for ordinal, item in self._each(task):
@@ -612,6 +612,14 @@ class Filler:
             seen = len(texts)
         reply.body = texts or None
 
+    def _restores(self, task: Task) -> bool:
+        """Whether items may have to be put right for another try, because a load may have worked on them in place."""
+        if self.program.tries == 1 or self.program.load is None:
+            return False
+        if task.items is None or not len(task.items):
+            return self.program.reader is not None
+        return bool(_arrays_of(task.items[0]))
+
     def _loads_many(self, task: Task) -> bool:
         """Whether load is to be given several items at once."""
         if not isinstance(self.program.load, Batched | BatchedInto) or self._together:
@@ -656,6 +664,8 @@ class Filler:
         if items is None:
             assert self.program.reader is not None
             return self.program.reader.read(_where(task, part))
+        if isinstance(items, Samples):
+            return items.copied(part)  # a load may work in place, and if it fails they are wanted again as they were
         if len(part) == part[-1] - part[0] + 1:
             return items[part[0] : part[-1] + 1]
         return [items[ordinal] for ordinal in part]
@@ -1142,6 +1152,8 @@ class Filler:
         ``first`` is what came of the first try, if that was made elsewhere.
         """
         tries = self.program.tries
+        arrays = _arrays_of(item) if tries > 1 and first is None else []
+        as_given = [array.copy() for array in arrays]
         for attempt in range(1, tries + 1):
             try:
                 if first is not None:
@@ -1156,6 +1168,8 @@ class Filler:
                     raise Afresh(ordinal) from None
                 if attempt < tries and not isinstance(error, SpecError):
                     self._back_off(attempt, ordinal)
+                    for array, given in zip(arrays, as_given, strict=True):
+                        array[...] = given  # load may have worked in place
                     continue
                 failure = self._failure(error, ordinal, item)
                 if failures is None or not self.program.skips:
@@ -1188,6 +1202,14 @@ def _where(task: Task, ordinals: Sequence[int]) -> Any:
     if task.items is None:
         return task.indices if len(ordinals) == len(task.indices) and ordinals[0] == 0 else task.indices[list(ordinals)]
     return [task.items[ordinal] for ordinal in ordinals]
+
+
+def _arrays_of(item: Any) -> list[Array]:
+    """The arrays of an item that a load may write to."""
+    if isinstance(item, str | bytes | int | Unread):
+        return []
+    leaves = optree.tree_leaves(item, namespace=NAMESPACE)
+    return [leaf for leaf in leaves if isinstance(leaf, np.ndarray) and leaf.flags.writeable]
 
 
 def _only(reader: Reader, where: Any) -> Any:

@@ -513,6 +513,15 @@ class Samples(Sequence[Any]):
             return Samples(self.tree, [column[key] for column in self.columns])
         return optree.tree_unflatten(self.tree, [column[key] for column in self.columns])
 
+    @property
+    def nbytes(self) -> int:
+        """What they take, all together."""
+        return sum(column.nbytes for column in self.columns)
+
+    def copied(self, ordinals: list[int]) -> Samples:
+        """Some of them, in memory of their own."""
+        return Samples(self.tree, [column[ordinals] for column in self.columns])
+
     def __iter__(self) -> Iterator[Any]:
         tree = self.tree
         return (optree.tree_unflatten(tree, leaves) for leaves in zip(*self.columns, strict=True))
@@ -583,6 +592,13 @@ class Arrays:
     def __init__(self, tree: Any) -> None:
         opened = optree.tree_map(_opened, tree, is_leaf=_names_files, namespace=NAMESPACE)
         values, self._tree = flatten(opened)
+        for value in values:
+            if isinstance(value, bytes) or getattr(getattr(value, "dtype", None), "hasobject", False):
+                what = "bytes" if isinstance(value, bytes) else "an array of Python objects"
+                raise SpecError(
+                    f"penstock.arrays() got {what}: it takes arrays of numbers or texts, and .npy files by their path, "
+                    "a str or a Path"
+                )
         # A map in the other byte order is turned row by row; as_array would read all of it.
         self._arrays: list[Any] = [
             value if isinstance(value, _InShards) or _turns(value) else as_array(value) for value in values
