@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from penstock._core.budget import format_bytes, parse_size
+from penstock._core.errors import said, shown
 
 __all__ = ["add_arguments", "run"]
 
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{kept:,} of {of:,} items are in {os.fspath(cache.folder)} ({size}), after {seconds:.1f} s")
     if feed.stats.skipped:
         item, why = feed.stats.skipped[0]
-        print(f"{len(feed.stats.skipped):,} could not be loaded, the first of them {item!r}: {why}", file=sys.stderr)
+        count = len(feed.stats.skipped)
+        print(f"{count:,} could not be loaded, the first of them {shown(item)}: {said(why)}", file=sys.stderr)
     return 0 if kept == of or feed.stats.skipped or cache.limit is not None else 1
 
 

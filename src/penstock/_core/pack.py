@@ -71,9 +71,7 @@ def _made(launched: Launched, units: Iterator[Unit], place: Bookmark, stats: Sta
             unit, chunk = found
             failed = [failure.ordinal for failure in chunk.failures]
             for failure in chunk.failures:
-                error = error_of(failure, unit)
-                item = unit.items[failure.ordinal] if unit.items is not None else int(unit.indices[failure.ordinal])
-                stats.skipped.append((item, error))
+                stats.skipped.append((getattr(error_of(failure, unit), "item", None), failure.error))
             engine.release(chunk)
             while engine.notices:
                 notice = engine.notices.pop(0)
