@@ -596,49 +596,127 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shm"
 
 
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no /dev/shm")
-def test_shared_memory_that_nobody_uses_any_more_is_removed_and_no_other(shm: Path) -> None:
+def _held(path: Path, *, then: str) -> subprocess.Popen[str]:
+    """A process that has a file of this name open, says so, and goes on when it is told to."""
+    code = f"file = open({str(path)!r}, 'wb'); file.write(bytes(8)); print(flush=True); input()\n{then}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in the way of Linux")
+def test_shared_memory_that_a_trial_was_seen_with_is_removed_and_no_other(shm: Path) -> None:
     """A killed loader cannot do it, and what is left would fill the memory of the machine."""
-    old, left, held, other = (shm / name for name in ("psm_0", "torch_1", "sem.mp-2", "data_3"))
-    try:
-        old.write_bytes(bytes(8))
-        before = watch.segments()
-        for path in (left, held, other):
+    old, seen, numbered, strange, odd, other = (
+        shm / name for name in ("psm_0", "psm_1", "torch_{}_1", "torch_1_2", "sem.mp-2", "data_3")
+    )
+    old.write_bytes(bytes(8))
+    traces = watch.Traces()
+    with _held(seen, then="") as process:
+        numbered = shm / numbered.name.format(process.pid)
+        for path in (numbered, strange, odd, other):
             path.write_bytes(bytes(8))
-        mapped = np.memmap(held, np.uint8, "r")
-        assert left.name in watch.remove_segments(before)
-        assert [path.exists() for path in (old, left, held, other)] == [True, False, True, True]
-        del mapped
-        assert held.name in watch.remove_segments(before)
-        assert [path.exists() for path in (old, left, held, other)] == [True, False, False, True]
-    finally:
-        for path in (old, left, held, other):
-            path.unlink(missing_ok=True)
+        traces.look(process.pid)
+        assert traces.remove() == {strange.name, odd.name}
+        assert (seen.exists(), numbered.exists()) == (True, False)  # it is used
+        process.communicate("\n", timeout=60)
+    assert traces.remove() == {strange.name, odd.name}
+    assert [path.exists() for path in (old, seen, strange, odd, other)] == [True, False, True, True, True]
 
 
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no /dev/shm")
+def _trial_by(script: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> tuple[harness.Outcome, set[str]]:
+    """A trial whose process does this, and the names that it left."""
+    script.write_text(f"#!{sys.executable}\n{code}\n")
+    script.chmod(0o755)
+    strays: set[str] = set()
+    order = Order("rows", "loop", str(script.parent), TINY, 2, 0, 2**28)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(script))
+        outcome = harness._trial(order, round_=0, watch_all=False, timeout_s=3.0, strays=strays)
+    return outcome, strays
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in the way of Linux")
 @pytest.mark.parametrize("then", ["import time; time.sleep(600)", "import os; os.abort()"], ids=["hangs", "dies"])
 def test_shared_memory_of_a_trial_that_did_not_end_well_is_removed(
     then: str, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is seen while the trial runs, also of one that dies by itself."""
     segment = shm / "psm_0"
-    script = tmp_path / "python"
-    script.write_text(f"#!{sys.executable}\nopen('{segment}', 'wb').write(bytes(8))\n{then}\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    order = Order("rows", "loop", str(tmp_path), TINY, 2, 0, 2**28)
-    made = []
-    remove = watch.remove_segments
-
-    def removed(before: set[str]) -> list[str]:
-        made.append(segment.exists())
-        return remove(before)
-
-    monkeypatch.setattr(watch, "remove_segments", removed)
-    outcome = harness._trial(order, round_=0, watch_all=False, timeout_s=3.0)
+    made = [f"file = open('{segment}', 'wb')", "file.write(bytes(8))", "input()"]
+    marks = [
+        """print('{"mark": "timed-end"}', flush=True)""",
+        """print('{"mark": "verified"}', flush=True)""",
+        "input()",
+    ]
+    outcome, strays = _trial_by(tmp_path / "python", "\n".join([*made, *marks, then]), monkeypatch)
     assert outcome.status in ("timeout", "failed")
-    assert made == [True]
+    assert outcome.peak_bytes  # it came as far as that
     assert not segment.exists()
+    assert strays == set()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in the way of Linux")
+def test_shared_memory_of_another_job_survives_a_trial_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was made meanwhile, and nobody has it open: the job comes back for it."""
+    asked, made = tmp_path / "asked", tmp_path / "made"
+    job = f"""
+import os, time
+from multiprocessing.shared_memory import SharedMemory
+while not os.path.exists({str(asked)!r}):
+    time.sleep(0.01)
+memory = SharedMemory(create=True, size=8)
+memory.buf[:4] = b"data"
+name = memory.name
+memory.close()
+open({str(made)!r}, "x").close()
+print(name, flush=True)
+input()
+memory = SharedMemory(name)
+print(bytes(memory.buf[:4]).decode())
+memory.close()
+memory.unlink()
+"""
+    trial = f"""
+import os, time
+open({str(asked)!r}, "x").close()
+while not os.path.exists({str(made)!r}):
+    time.sleep(0.01)
+os.abort()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", job], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        outcome, strays = _trial_by(tmp_path / "python", trial, monkeypatch)
+        assert outcome.status == "failed"
+        assert made.exists()
+        name, _, read = process.communicate("\n", timeout=60)[0].partition("\n")
+    assert read == "data\n"
+    assert name in strays
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_names_that_were_left_are_told_once_at_the_end(there: bool, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who finds the memory of the machine full is to know where to look."""
+
+    def trial(order: Order, *, strays: set[str], **_: Any) -> harness.Outcome:
+        strays |= {"psm_1", "psm_2"}
+        if there:
+            (shm / "psm_1").write_bytes(b"")
+        return harness.Outcome(order.workload, order.contender, 0, "failed", "no")
+
+    monkeypatch.setattr(harness, "_trial", trial)
+    told: list[str] = []
+    harness.run(harness.Setup(("rows",), ("loop", "threads"), sizes=TINY, rounds=2), tell=told.append)
+    assert [line for line in told if "/dev/shm" in line] == there * [
+        "names in /dev/shm that appeared while trials failed, and were left, as they may be anybody's: 1"
+    ]
+    assert not there or told[-1].startswith("names in")
 
 
 def test_the_command_line_knows_its_sizes_and_contenders() -> None:

@@ -37,6 +37,7 @@ from penstock._bench.workloads import Sizes
 __all__ = ["Absence", "Interrupted", "Outcome", "Results", "Setup", "Summary", "run", "summarize"]
 
 _SAMPLE_EVERY_S: Final = 0.02
+_TRACE_EVERY_S: Final = 0.2  # while memory is sampled: what is shared lives longer than a batch, or is no loss
 _LOOK_EVERY_S: Final = 60.0  # a selector cannot wait for any number of seconds
 _END_S: Final = 2.0  # what a loader may take to stop its processes
 _SAID_CHARS: Final = 4000
@@ -208,13 +209,14 @@ def _tell_where(process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.2)
 
 
-def _end(process: subprocess.Popen[bytes], within_s: float) -> int:
+def _end(process: subprocess.Popen[bytes], within_s: float, traces: watch.Traces) -> int:
     """Let the trial and what it started end, then make them; gives how many had to be made."""
     killed: set[int] = set()
     try:
         _wait(process, within_s)
     finally:  # also when Ctrl-C comes while it waits
         while left := set(watch.tree(process.pid)) - killed:
+            traces.look(process.pid)
             for pid in left:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -236,8 +238,9 @@ def _wait(process: subprocess.Popen[bytes], within_s: float) -> None:
         time.sleep(0.02)
 
 
-def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float) -> Outcome:
-    segments = watch.segments()
+def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float, strays: set[str]) -> Outcome:
+    """Run one; to ``strays`` go names of shared memory that appeared while it failed and may be anybody's."""
+    traces = watch.Traces()
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock._bench.trial"],
@@ -253,6 +256,7 @@ def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float) -> O
         end_s = _END_S
         deadline = time.monotonic() + timeout_s
         sampling = False
+        traced_s = 0.0
         buffered = b""
         try:
             process.stdin.write(order.to_json().encode() + b"\n")
@@ -266,6 +270,9 @@ def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float) -> O
                     if not selector.select(min(_SAMPLE_EVERY_S if sampling else _LOOK_EVERY_S, left_s)):
                         if sampling:
                             peak = max(peak or 0, watch.pss_bytes(process.pid) or 0)
+                            if time.monotonic() - traced_s > _TRACE_EVERY_S:
+                                traces.look(process.pid)
+                                traced_s = time.monotonic()
                         continue
                     chunk = process.stdout.read(65536)
                     if not chunk:
@@ -283,6 +290,7 @@ def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float) -> O
                         elif said.get("mark") == "timed-end":
                             cpu_to = watch.cpu_s(process.pid)
                             sampling = True
+                            traces.look(process.pid)  # not in the timed region: it takes processor time
                         elif said.get("mark") == "verified":
                             peak = max(peak or 0, watch.pss_bytes(process.pid) or 0)
                             process.stdin.write(b"go\n")
@@ -295,6 +303,8 @@ def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float) -> O
             raise
         finally:
             try:
+                if not answer:
+                    traces.look(process.pid)
                 if status == "timeout":
                     _tell_where(process)
                     process.kill()
@@ -302,9 +312,9 @@ def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float) -> O
                 process.stdin.close()
                 process.stdout.close()
             finally:
-                left = _end(process, end_s)
+                left = _end(process, end_s, traces)
                 if left or not answer:
-                    watch.remove_segments(segments)
+                    strays |= traces.remove()
         errors.seek(0)
         said = errors.read().decode(errors="replace")[-_SAID_CHARS:]
         reason = ""
@@ -396,6 +406,7 @@ def run(setup: Setup, *, tell: Callable[[str], None] = lambda _: None) -> Result
     outcomes: list[Outcome] = []
     skipped: list[Summary] = []
     absent: list[Absence] = []
+    strays: set[str] = set()
 
     def results(*, interrupted: bool = False) -> Results:
         return Results(
@@ -449,7 +460,9 @@ def run(setup: Setup, *, tell: Callable[[str], None] = lambda _: None) -> Result
                         workers=setup.workers, seed=setup.seed,
                         budget_bytes=workload.budget_of(setup.budget_bytes),
                     )  # fmt: skip
-                    outcome = _trial(order, round_=round_, watch_all=watch_all, timeout_s=setup.timeout_s)
+                    outcome = _trial(
+                        order, round_=round_, watch_all=watch_all, timeout_s=setup.timeout_s, strays=strays
+                    )
                     outcomes.append(outcome)
                     tell(_line(outcome, setup))
             shutil.rmtree(here, ignore_errors=True)
@@ -457,6 +470,10 @@ def run(setup: Setup, *, tell: Callable[[str], None] = lambda _: None) -> Result
         raise Interrupted(results(interrupted=True)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if left := len(strays & watch.segments()):
+            tell(
+                f"names in /dev/shm that appeared while trials failed, and were left, as they may be anybody's: {left}"
+            )
     return results()
 
 

@@ -8,18 +8,21 @@ segment that is on its way and mapped by nobody is not seen; that flatters loade
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Set
+from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["cpu_s", "pss_bytes", "remove_segments", "segments", "tree"]
+__all__ = ["Traces", "cpu_s", "pss_bytes", "segments", "tree"]
 
 _TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
 
 _SHM: Final = "/dev/shm"
 # As multiprocessing and torch name what they share. Others clean up for themselves, or are not ours to judge.
 _SEGMENT: Final = re.compile(r"(psm_|torch_|sem\.|mp-)")
+# torch puts the number of the process that made it into the name.
+_NUMBERED: Final = re.compile(r"torch_(\d+)_")
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -31,15 +34,19 @@ def _stat(pid: int) -> list[str] | None:
         return None  # it ended
 
 
-def tree(root: int) -> list[int]:
-    """The process ``root``, a session leader, with its descendants and whoever else is in its session."""
+def _pids() -> list[int]:
+    """All processes; none where there is no /proc."""
     try:
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except FileNotFoundError:
         return []
+
+
+def tree(root: int) -> list[int]:
+    """The process ``root``, a session leader, with its descendants and whoever else is in its session."""
     parents: dict[int, int] = {}
     found = set()
-    for pid in pids:
+    for pid in _pids():
         if (fields := _stat(pid)) is None or fields[0] == "Z":
             continue
         parents[pid] = int(fields[1])
@@ -90,10 +97,10 @@ def segments() -> set[str]:
     return found
 
 
-def _in_use() -> set[str]:
-    """Names in /dev/shm that some process maps or has open."""
+def _used_by(pids: Iterable[int]) -> set[str]:
+    """Names in /dev/shm that one of these processes maps or has open."""
     paths = []
-    for pid in (name for name in os.listdir("/proc") if name.isdigit()):
+    for pid in pids:
         try:
             with open(f"/proc/{pid}/maps", errors="replace") as file:
                 paths += [line.split(maxsplit=5)[-1].rstrip("\n") for line in file if f"{_SHM}/" in line]
@@ -108,16 +115,34 @@ def _in_use() -> set[str]:
     return {path.removeprefix(f"{_SHM}/") for path in paths if path.startswith(f"{_SHM}/")}
 
 
-def remove_segments(before: Set[str]) -> list[str]:
-    """Remove the names that appeared since ``before`` and that no process uses; gives them."""
-    new = segments() - before
-    if not new:
-        return []
-    removed = []
-    for name in sorted(new - _in_use()):
-        try:
-            os.unlink(f"{_SHM}/{name}")
-        except OSError:
-            continue  # somebody was faster
-        removed.append(name)
-    return removed
+class Traces:
+    """Shared memory of the processes of one trial. Only what is known to be theirs is removed.
+
+    A name that is new and that nobody maps may be another job's, which made it, closed it and comes back for it. So
+    ours are those that one of the processes was seen with, or that carry the number of one.
+    """
+
+    def __init__(self) -> None:
+        self._before = segments()
+        self._pids: set[int] = set()
+        self._names: set[str] = set()
+
+    def look(self, root: int) -> None:
+        """See what the trial ``root`` and all that came from it have now."""
+        pids = tree(root)
+        self._pids.update(pids, [root])
+        self._names |= _used_by(pids)
+
+    def remove(self) -> set[str]:
+        """Remove what was theirs and is used by nobody; gives the new names that cannot be told to be theirs."""
+        new = segments() - self._before
+        ours = {name for name in new if name in self._names or self._is_numbered(name)}
+        if ours:
+            for name in ours - _used_by(_pids()):
+                with contextlib.suppress(OSError):  # somebody was faster
+                    os.unlink(f"{_SHM}/{name}")
+        return new - ours
+
+    def _is_numbered(self, name: str) -> bool:
+        found = _NUMBERED.match(name)
+        return found is not None and int(found[1]) in self._pids
