@@ -472,6 +472,17 @@ def test_numbers_without_sense_are_errors_of_usage(args: list[str], capsys: pyte
     assert f"argument {args[0]}: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seed", [2**32, 2**64, 10**30])
+def test_a_seed_that_some_peer_cannot_take_is_refused_with_the_range(
+    seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise it would look like the failure of that peer."""
+    with pytest.raises(SystemExit) as ended:
+        _cli.main(["bench", "--seed", str(seed)])
+    assert ended.value.code == 2
+    assert f"argument --seed: {seed} is not in 0..4294967295 (2**32-1)" in capsys.readouterr().err
+
+
 def test_a_contender_of_none_of_the_workloads_is_an_error_of_usage(capsys: pytest.CaptureFixture[str]) -> None:
     """Otherwise it would run nothing and say that all is well."""
     assert _cli.main(["bench", "--workload=rows", "--contender=penstock", "--contender=torch-lines"]) == 2

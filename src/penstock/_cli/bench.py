@@ -73,6 +73,8 @@ _SIZES_HELP = {
 }
 # Quick is a promise of less than three minutes; this leaves room for the round that is running when time is up.
 _QUICK_S = 130.0
+# NumPy's old generator, torch and Grain take no other seeds, and all contenders are to have the same one.
+_MOST_SEED = 2**32 - 1
 # Whoever asks twice to end it within this time would only keep it from cleaning up.
 _CLEAN_S = 5.0
 
@@ -108,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workers", type=_count, default=2, metavar="N", help="workers of whoever has some (2)")
     parser.add_argument("--memory", type=_memory, metavar="SIZE", help='budget of Penstock ("1 GiB")')
-    parser.add_argument("--seed", type=_natural, default=0, metavar="N", help="what the data is made from (0)")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="what the data is made from (0)")
     parser.add_argument("--timeout", type=_positive, metavar="S", help="seconds for one trial (180, quick 25)")
     parser.add_argument(
         "--out", type=Path, default=Path(".bench"), metavar="DIR", help="for bench.json and bench.html (.bench)"
@@ -305,6 +307,13 @@ def _natural(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = _natural(text)
+    if value > _MOST_SEED:
+        raise argparse.ArgumentTypeError(f"{value} is not in 0..{_MOST_SEED} (2**32-1), which is what all loaders take")
     return value
 
 
