@@ -483,6 +483,39 @@ def test_a_seed_that_some_peer_cannot_take_is_refused_with_the_range(
     assert f"argument --seed: {seed} is not in 0..4294967295 (2**32-1)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("kind", "args"),
+    [
+        ("memory", ["--workload=rows"]),
+        *(
+            ("faults", args)
+            for args in (
+                ["--workload=rows", "--contender=torch"],
+                ["--memory-rounds=0"],
+                ["--memory=1 GiB", "--timeout=9"],
+                ["--markdown"],
+                ["--rows=100", "--least-s=0.1"],
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_a_benchmark_does_not_have_are_refused(
+    kind: str, args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise it would look as if they had changed something."""
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was measured")
+
+    monkeypatch.setattr(faults, "run", never)
+    monkeypatch.setattr(memory, "run", never)
+    assert _cli.main(["bench", kind, *args]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"penstock: bench {kind} has ")
+    assert line.endswith(f": leave out {', '.join(arg.partition('=')[0] for arg in args)}")
+
+
 def test_a_contender_of_none_of_the_workloads_is_an_error_of_usage(capsys: pytest.CaptureFixture[str]) -> None:
     """Otherwise it would run nothing and say that all is well."""
     assert _cli.main(["bench", "--workload=rows", "--contender=penstock", "--contender=torch-lines"]) == 2

@@ -71,6 +71,8 @@ _SIZES_HELP = {
     "memory_ragged": "its samples of very different sizes",
     "least_s": "least seconds of a timed region",
 }
+# What the other two benchmarks have of their own.
+_OF_SPEED = ("workload", "contender", "memory_rounds", "memory")
 # Quick is a promise of less than three minutes; this leaves room for the round that is running when time is up.
 _QUICK_S = 130.0
 # NumPy's old generator, torch and Grain take no other seeds, and all contenders are to have the same one.
@@ -190,9 +192,7 @@ def _show(results: Results, args: argparse.Namespace) -> int:
 def _memory_run(args: argparse.Namespace) -> int:
     from penstock._bench import memory
 
-    fixed = ("workload", "contender", "memory_rounds", "memory")
-    given = ", ".join(f"--{name.replace('_', '-')}" for name in fixed if getattr(args, name) is not None)
-    if given:
+    if given := _given(args, *_OF_SPEED):
         print(f"penstock: bench memory has cases and budgets of its own: leave out {given}", file=sys.stderr)
         return 2
     if not _can_write(args.out, "memory.json"):
@@ -211,9 +211,22 @@ def _memory_run(args: argparse.Namespace) -> int:
     return code or _code((*found.cases.summaries, *found.costs.summaries)) or int(bool(absent))
 
 
+def _given(args: argparse.Namespace, *names: str) -> str:
+    """Those of the options that were given, as one would write them."""
+    values = ((name, getattr(args, name)) for name in names)
+    # By identity: 0 was given, and equals False.
+    return ", ".join(
+        f"--{name.replace('_', '-')}" for name, value in values if value is not None and value is not False
+    )
+
+
 def _faults_run(args: argparse.Namespace) -> int:
     from penstock._bench import faults
+    from penstock._bench.workloads import FULL
 
+    if given := _given(args, *_OF_SPEED, "timeout", "markdown", *(each.name for each in dataclasses.fields(FULL))):
+        print(f"penstock: bench faults has items and a pace of its own: leave out {given}", file=sys.stderr)
+        return 2
     if sys.platform != "linux":
         print("penstock: bench faults kills workers in the way of Linux, and this is another system", file=sys.stderr)
         return 2
