@@ -472,6 +472,30 @@ def test_numbers_without_sense_are_errors_of_usage(args: list[str], capsys: pyte
     assert f"argument {args[0]}: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--workers", "x"], "'x' is not a whole number of at least 1, in digits"),
+        (["--rows", "1e5"], "'1e5' is not a whole number of at least 1, in digits"),
+        (["--rounds", "0"], "'0' is not a whole number of at least 1, in digits"),
+        (["--memory-rounds", "x"], "'x' is not a whole number of at least 0, in digits"),
+        (["--timeout", "x"], "'x' is not a finite number above 0"),
+        (["--big-bytes", "100"], "100 is no multiple of 4096: arrays are whole pages"),
+        (["--memory", "0.5"], 'give bytes as an int, or text such as "2 GiB"'),
+        (["--memory", "x"], 'give bytes as an int, or text such as "2 GiB"'),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_wanted_is_said_in_words(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not by the name of a function, and nothing is advised that is refused as well."""
+    with pytest.raises(SystemExit) as ended:
+        _cli.main(["bench", *args])
+    assert ended.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {args[0]}: " in line
+    assert line.endswith(said)
+
+
 @pytest.mark.parametrize("seed", [2**32, 2**64, 10**30])
 def test_a_seed_that_some_peer_cannot_take_is_refused_with_the_range(
     seed: int, capsys: pytest.CaptureFixture[str]

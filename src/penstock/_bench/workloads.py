@@ -25,13 +25,25 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FULL", "QUICK", "WORKLOADS", "Check", "Job", "Sizes", "TextLines", "TokenCheck", "Workload", "WrongContent"]
+__all__ = [
+    "FULL",
+    "PAGE_BYTES",
+    "QUICK",
+    "WORKLOADS",
+    "Check",
+    "Job",
+    "Sizes",
+    "TextLines",
+    "TokenCheck",
+    "Workload",
+    "WrongContent",
+]
 
 Array = npt.NDArray[Any]
 
 # A page is what the kernel copies and maps at once; one word of each proves that all of them arrived.
-_PAGE_BYTES: Final = 4096
-_PAGE_WORDS: Final = _PAGE_BYTES // 8
+PAGE_BYTES: Final = 4096
+_PAGE_WORDS: Final = PAGE_BYTES // 8
 # By these the words of a page are summed, so that words which change places are seen. Odd ones: times an even number,
 # modulo 2**64, a change of the highest bits would vanish.
 _PLACES: Final = np.arange(1, 2 * _PAGE_WORDS, 2, dtype=np.uint64)
@@ -229,7 +241,7 @@ class _PageCheck:
         self._record(batch)
 
     def verify(self, batch: Any) -> None:
-        form = _other_form(np.asarray(batch), (self._page_sums.shape[1], _PAGE_BYTES // 4), np.float32)
+        form = _other_form(np.asarray(batch), (self._page_sums.shape[1], PAGE_BYTES // 4), np.float32)
         if form:
             self._wrong.append(form)
         for words in self._record(batch):
@@ -240,7 +252,7 @@ class _PageCheck:
             if len(wrong):
                 self._wrong.append(
                     f"the sample of file {file} has {len(wrong)} wrong pages of {self._page_sums.shape[1]}, "
-                    f"the first at byte {wrong[0] * _PAGE_BYTES}"
+                    f"the first at byte {wrong[0] * PAGE_BYTES}"
                 )
 
     def finish(self) -> None:
@@ -263,11 +275,13 @@ class _PageCheck:
 
 
 def _make_big(folder: Path, sizes: Sizes, seed: int) -> None:
-    pages = max(1, sizes.big_bytes // _PAGE_BYTES)
+    if sizes.big_bytes % PAGE_BYTES:
+        raise ValueError(f"arrays of {sizes.big_bytes} bytes are not whole pages: give a multiple of {PAGE_BYTES}")
+    pages = sizes.big_bytes // PAGE_BYTES
     sums = np.empty((sizes.big_files, pages), np.uint64)
     firsts = np.empty(sizes.big_files, np.uint64)
     for file in range(sizes.big_files):
-        array = np.random.default_rng((seed, file)).random((pages, _PAGE_BYTES // 4), dtype=np.float32)
+        array = np.random.default_rng((seed, file)).random((pages, PAGE_BYTES // 4), dtype=np.float32)
         words = array.reshape(-1).view(np.uint64)
         words[0] = file
         sums[file] = _page_sums(words)
@@ -306,14 +320,14 @@ def _big_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: 
             while file.readinto(buffer):
                 pass
     epochs = _epochs_with_room(sizes.big_samples, 16)
-    shape = (truth["sums"].shape[1], _PAGE_BYTES // 4)
+    shape = (truth["sums"].shape[1], PAGE_BYTES // 4)
     return Job(
         items=[paths[file] for file in order],
         load=np.load,
         load_into=read_npy_into,
         spec=(shape, "float32"),
         batch_size=sizes.big_batch,
-        sample_bytes=shape[0] * _PAGE_BYTES,
+        sample_bytes=shape[0] * PAGE_BYTES,
         check=_PageCheck(truth["sums"], truth["firsts"], order, epochs=epochs + 2),
         workers=workers,
         budget_bytes=budget_bytes,
@@ -719,7 +733,7 @@ class _ShardCheck:
         self._wrong = ""
 
     def touch(self, batch: Any) -> None:
-        self._see(np.asarray(batch), _PAGE_BYTES // 4)
+        self._see(np.asarray(batch), PAGE_BYTES // 4)
 
     def verify(self, batch: Any) -> None:
         rows = np.asarray(batch)

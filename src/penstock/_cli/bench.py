@@ -38,7 +38,7 @@ examples:
 """
 _SIZES_HELP = {
     "big_files": "files of the workload big",
-    "big_bytes": "bytes of one of its arrays",
+    "big_bytes": "bytes of one of its arrays, a multiple of 4096",
     "big_samples": "samples of one epoch; the files are read again and again",
     "big_batch": "samples of a batch",
     "rows": "rows of the workload rows",
@@ -122,7 +122,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(FULL):
         full, quick = getattr(FULL, field.name), getattr(QUICK, field.name)
         default = f"{full}" if full == quick else f"{full}, quick {quick}"
-        kind = _positive if isinstance(full, float) else _count
+        count = _page_bytes if field.name == "big_bytes" else _count
+        kind = _positive if isinstance(full, float) else count
         sizes.add_argument(
             f"--{field.name.replace('_', '-')}", type=kind, metavar="N", help=f"{_SIZES_HELP[field.name]} ({default})"
         )
@@ -309,17 +310,30 @@ def _code(summaries: Iterable[Summary]) -> int:
     return 0 if all(summary.status == "ok" for summary in summaries if summary.kind == "ours") else 1
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}, in digits")
     return value
 
 
+def _count(text: str) -> int:
+    return _whole(text, 1)
+
+
 def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return _whole(text, 0)
+
+
+def _page_bytes(text: str) -> int:
+    from penstock._bench.workloads import PAGE_BYTES
+
+    value = _count(text)
+    if value % PAGE_BYTES:
+        raise argparse.ArgumentTypeError(f"{value} is no multiple of {PAGE_BYTES}: arrays are whole pages")
     return value
 
 
@@ -331,17 +345,18 @@ def _seed(text: str) -> int:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"{value} is not a finite number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
     return value
 
 
 def _memory(text: str) -> int:
-    from penstock._core.budget import GiB
-
     try:
-        # As text a fraction is less than a byte and refused: two machines would run two benchmarks.
-        return parse_size(int(text) if text.isdigit() else text, available=GiB(1))
+        # Of nothing: a fraction of what is available is refused, as two machines would run two benchmarks.
+        return parse_size(int(text) if text.isdigit() else text, available=None)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
