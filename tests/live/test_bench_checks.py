@@ -20,7 +20,7 @@ import pytest
 from penstock._bench.contenders import CONTENDERS
 from penstock._bench.drive import drive
 from penstock._bench.running import Running
-from penstock._bench.workloads import WORKLOADS, Job, Sizes
+from penstock._bench.workloads import WORKLOADS, Job, Sizes, in_order
 from tests.live.changed import Changed, timing_of
 
 TINY = Sizes(
@@ -153,6 +153,56 @@ def test_another_type_of_the_same_bytes_is_found_out(name: str, tmp_path: Path) 
     """Where sums of bytes are compared, which do not know what the bytes mean."""
     kinds = {"big": np.int32, "images": np.int8}
     assert timing_of(_job(name, tmp_path), lambda batches: [batch.view(kinds[name]) for batch in batches]).wrong
+
+
+def _ordered(job: Job, order: Any) -> list[Any]:
+    """The batches of one epoch with the rows in this order."""
+    batches: list[Any]
+    if job.arrays is None:  # the items are a permutation themselves, of paths and rows
+        rows = sorted(job.items)
+        batches = [np.stack([job.load(rows[row]) for row in some]) for some in _chunks(job, order)]
+    else:
+        batches = [tuple(column[some] for column in job.arrays) for some in _chunks(job, order)]
+    return batches if job.finish is None else [job.finish(batch) for batch in batches]
+
+
+def _chunks(job: Job, order: Any) -> list[Any]:
+    return [order[start : start + job.batch_size] for start in range(0, job.samples, job.batch_size)]
+
+
+def _files_rotated(rows: Any) -> Any:
+    """Each third of the rows begins one later."""
+    return np.concatenate([np.roll(part, -1) for part in np.array_split(rows, 3)])
+
+
+def _some_in_order(rows: Any) -> Any:
+    """Nearly all are shuffled, but one in four."""
+    quarter = len(rows) // 4
+    rest = np.random.default_rng(3).permutation(rows[quarter:])
+    return np.concatenate([rest, rows[:quarter]])
+
+
+@pytest.mark.parametrize("name", ["rows", "cifar", "shards"])
+@pytest.mark.parametrize(
+    "order",
+    [lambda rows: rows, lambda rows: rows[::-1], lambda rows: np.roll(rows, 1), _files_rotated, _some_in_order],
+    ids=["in order", "backwards", "begun elsewhere", "files rotated", "a quarter in order"],
+)
+def test_rows_that_follow_their_neighbours_are_not_shuffled(name: str, order: Any, tmp_path: Path) -> None:
+    """Otherwise a loader could read in the order of the source, which is faster."""
+    job = _job(name, tmp_path)
+    batches = _ordered(job, order(np.arange(job.samples)))
+    assert "was to be shuffled, and " in timing_of(job, lambda _: batches).wrong
+    batches = _ordered(job, np.random.default_rng(5).permutation(job.samples))  # in each epoch the same, and right
+    assert timing_of(_job(name, tmp_path), lambda _: batches).wrong == ""
+
+
+def test_no_random_order_is_taken_for_that_of_the_source() -> None:
+    """Short ones have more neighbours by chance, as a part of all."""
+    rng = np.random.default_rng(0)
+    for rows in (1, 2, 10, 26, 40, 70, 300, 3000):
+        assert not any(in_order(rng.permutation(rows)) for _ in range(300))
+    assert in_order(np.arange(40)) == "was to be shuffled, and 39 of 40 samples come right after a neighbour of theirs"
 
 
 @pytest.mark.parametrize("places", [(1, 2), (3, 511), (255, 511)])

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from penstock._bench.workloads import WORKLOADS, Job, Sizes, Workload, WrongContent
+from penstock._bench.workloads import WORKLOADS, Job, Sizes, Workload, WrongContent, in_order
 
 __all__ = ["CASES", "COSTS", "workload_of"]
 
@@ -70,8 +70,8 @@ class _FilledCheck:
         if rest:
             raise WrongContent(f"{self._count} samples came; that is not a whole number of epochs of {each}")
         for epoch, seen in enumerate(self._seen[: self._count].reshape(epochs, each)):
-            if self._shuffled and np.array_equal(seen, self._numbers):
-                raise WrongContent(f"epoch {epoch} was to be shuffled and is in the order of the source")
+            if self._shuffled and (why := in_order(np.searchsorted(self._numbers, seen))):
+                raise WrongContent(f"epoch {epoch} {why}")
             if not np.array_equal(np.sort(seen) if self._shuffled else seen, self._numbers):
                 raise WrongContent(f"epoch {epoch} does not hold each of {each} samples once and in place")
         if self._wrong:
