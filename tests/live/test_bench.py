@@ -768,6 +768,25 @@ os.abort()
     assert name in strays
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in the way of Linux")
+def test_what_a_check_takes_for_its_verdict_is_not_memory_of_the_contender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last look is when all batches were seen."""
+    marks = [f"""print('{{"mark": "{mark}"}}', flush=True); input()""" for mark in ("ready", "verified")]
+    judging = [
+        "import time",
+        "input()",
+        *marks,
+        "much = b'x' * 2**26",
+        "time.sleep(0.3)",
+        """print('{"result": {}}')""",
+    ]
+    outcome, _ = _trial_by(tmp_path / "python", "\n".join(judging), monkeypatch)
+    assert outcome.status == "ok"
+    assert (outcome.peak_bytes or 0) < (outcome.base_bytes or 0) + 2**25
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_names_that_were_left_are_told_once_at_the_end(there: bool, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody who finds the memory of the machine full is to know where to look."""

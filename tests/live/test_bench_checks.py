@@ -205,6 +205,19 @@ def test_no_random_order_is_taken_for_that_of_the_source() -> None:
     assert in_order(np.arange(40)) == "was to be shuffled, and 39 of 40 samples come right after a neighbour of theirs"
 
 
+@pytest.mark.parametrize("name", ["rows", "cifar", "latency", "slow"])
+def test_a_source_that_was_changed_is_no_truth(name: str, tmp_path: Path) -> None:
+    """What is read is compared with the array that it is read from: whoever changes that changes both."""
+    job = _job(name, tmp_path)
+    load: Any = job.load
+    source = job.arrays[0] if job.arrays is not None else load.args[0]
+    source[-1].reshape(-1)[-1] += 1
+    last = job.samples - 1
+    assert timing_of(job, lambda batches: batches).wrong == (
+        f"the array that the rows are read from was changed: row {last} is not that of its file"
+    )
+
+
 @pytest.mark.parametrize("places", [(1, 2), (3, 511), (255, 511)])
 def test_words_that_change_places_within_a_page_are_found_out(places: tuple[int, int], tmp_path: Path) -> None:
     """Their sum is the same."""

@@ -293,6 +293,7 @@ def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float, stra
                             traces.look(process.pid)  # not in the timed region: it takes processor time
                         elif said.get("mark") == "verified":
                             peak = max(peak or 0, watch.pss_bytes(process.pid) or 0)
+                            sampling = False  # what the check needs for its verdict is no contender's
                             process.stdin.write(b"go\n")
                         else:
                             answer = said

@@ -356,13 +356,21 @@ def _big_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes: 
 # ---------------------------------------------------------------- small samples: a row and the number of the row
 
 
+_PIECE_ROWS: Final = 1024  # of 3 KiB at most: what is looked at in one go stays small beside the contenders
+
+
 class _RowCheck:
-    """For samples of (row, number of the row), in order or as a permutation."""
+    """For samples of (row, number of the row), in order or as a permutation.
+
+    ``file`` holds the same rows, where ``truth`` is the very array that contenders read from and could change.
+    """
 
     def __init__(
-        self, truth: Array, *, epochs: int, shuffled: bool, made: Callable[[Array], Array] = lambda rows: rows
-    ) -> None:
+        self, truth: Array, *, epochs: int, shuffled: bool, made: Callable[[Array], Array] = lambda rows: rows,
+        file: Path | None = None,
+    ) -> None:  # fmt: skip
         self._truth = truth
+        self._file = file
         self._made = made  # what a batch holds of some rows
         self._shuffled = shuffled
         self._ids = np.full(len(truth) * epochs, -1, np.int64)
@@ -396,7 +404,20 @@ class _RowCheck:
             wrong = np.flatnonzero((x != right).reshape(len(x), -1).any(axis=1))
             self._wrong.append(f"{len(wrong)} of {len(y)} rows of a batch are wrong, the first is row {y[wrong[0]]}")
 
+    def _see_source(self) -> None:
+        if self._file is None:
+            return
+        stored = np.load(self._file, mmap_mode="r")
+        for start in range(0, len(stored), _PIECE_ROWS):
+            here, there = self._truth[start : start + _PIECE_ROWS], stored[start : start + _PIECE_ROWS]
+            if not np.array_equal(here, there):
+                row = start + int((here != there).reshape(len(there), -1).any(axis=1).argmax())
+                raise WrongContent(
+                    f"the array that the rows are read from was changed: row {row} is not that of its file"
+                )
+
     def finish(self) -> None:
+        self._see_source()
         rows = len(self._truth)
         epochs, rest = divmod(self._count, rows)
         if rest or self._count > len(self._ids):
@@ -411,8 +432,8 @@ class _RowCheck:
                 )
         firsts = np.concatenate([
             # A copy: views would keep all that was made, and it would count as memory of the contender.
-            self._made(self._truth[start : start + 1024]).reshape(-1, self._truth[0].size)[:, 0].copy()
-            for start in range(0, rows, 1024)
+            self._made(self._truth[start : start + _PIECE_ROWS]).reshape(-1, self._truth[0].size)[:, 0].copy()
+            for start in range(0, rows, _PIECE_ROWS)
         ])  # fmt: skip
         if not np.array_equal(self._firsts[: self._count], firsts[self._ids[: self._count]]):
             raise WrongContent("rows came with the numbers of other rows")
@@ -423,7 +444,7 @@ class _RowCheck:
 def _row_job(
     truth: Array, load: Callable[[Any], Any], batch_size: int, *,
     workers: int, seed: int, budget_bytes: int, least_s: float, arrays: tuple[Array, ...] | None = None,
-    waiting: bool = False, wait_s: float = 0.0,
+    waiting: bool = False, wait_s: float = 0.0, file: Path | None = None,
 ) -> Job:  # fmt: skip
     epochs = _epochs_with_room(len(truth), 8 + 4)
     shuffle = arrays is not None
@@ -432,7 +453,7 @@ def _row_job(
         load=load,
         batch_size=batch_size,
         sample_bytes=truth[:1].nbytes + 8,
-        check=_RowCheck(truth, epochs=epochs + 2, shuffled=shuffle),
+        check=_RowCheck(truth, epochs=epochs + 2, shuffled=shuffle, file=file),
         workers=workers,
         budget_bytes=budget_bytes,
         seed=seed,
@@ -462,6 +483,7 @@ def _rows_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes:
     arrays = (x, np.arange(len(x)))
     return _row_job(
         x, functools.partial(_load_row, arrays), sizes.rows_batch, arrays=arrays,
+        file=folder / "x.npy",
         workers=workers, seed=seed, budget_bytes=budget_bytes, least_s=sizes.least_s,
     )  # fmt: skip
 
@@ -506,7 +528,7 @@ def _cifar_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes
         x, functools.partial(_load_picture, columns), sizes.cifar_batch,
         workers=workers, seed=seed, budget_bytes=budget_bytes, least_s=sizes.least_s, arrays=columns,
     )  # fmt: skip
-    check = _RowCheck(x, epochs=job.most_epochs + 2, shuffled=True, made=_normalised)
+    check = _RowCheck(x, epochs=job.most_epochs + 2, shuffled=True, made=_normalised, file=folder / "x.npy")
     return dataclasses.replace(
         job, check=check, finish=_normalised_too, sample_bytes=4 * x[:1].size + 8, load_into=_normalise_into,
         spec=((x.shape[1:], "float32"), ((), "int64")),
@@ -530,6 +552,7 @@ def _latency_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_byt
     wait_s = sizes.latency_ms / 1000
     return _row_job(
         x, functools.partial(_load_from_afar, x, wait_s), sizes.latency_batch, waiting=True, wait_s=wait_s,
+        file=folder / "x.npy",
         workers=workers, seed=seed, budget_bytes=budget_bytes, least_s=sizes.least_s,
     )  # fmt: skip
 
@@ -559,6 +582,7 @@ def _slow_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes:
     x = np.load(folder / "x.npy")
     return _row_job(
         x, functools.partial(_load_slowly, x, np.load(folder / "seconds.npy")), sizes.slow_batch, waiting=True,
+        file=folder / "x.npy",
         workers=workers, seed=seed, budget_bytes=budget_bytes, least_s=sizes.least_s,
     )  # fmt: skip
 
