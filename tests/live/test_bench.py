@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.metadata
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ import numpy as np
 import pytest
 
 from penstock import _cli
-from penstock._bench import faults, harness, memory, report, watch
+from penstock._bench import faults, harness, memory, report, watch, workloads
 from penstock._bench.cases import CASES, COSTS
 from penstock._bench.claims import CLAIMS, judge
 from penstock._bench.contenders import CONTENDERS
@@ -256,9 +258,11 @@ def test_a_peer_that_is_installed_gives_right_content_on_every_workload(module: 
     setup = harness.Setup(
         workloads=workloads, contenders=(contender,), sizes=TINY, rounds=1, memory_rounds=0, timeout_s=60
     )
-    found = [summary for summary in harness.run(setup).summaries if summary.kind == "peer"]
+    results = harness.run(setup)
+    found = [summary for summary in results.summaries if summary.kind == "peer"]
+    unfit = {each.workload for each in results.absent if each.status == "skipped"}  # where /tmp is in memory
     assert {summary.workload: (summary.status, summary.reason) for summary in found} == dict.fromkeys(
-        workloads, ("ok", "")
+        (name for name in workloads if name not in unfit), ("ok", "")
     )
 
 
@@ -430,6 +434,50 @@ def test_a_workload_that_cannot_be_made_costs_no_other_its_results(
     ]
     only = ["--workload=images", "--out", str(tmp_path)]
     assert _cli.main(["bench", *only]) == 0  # nothing of ours failed
+
+
+_IN_MEMORY = "files in the temporary folder stay in memory, and no disk is read: set TMPDIR to a folder on one"
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no /dev/shm")
+def test_shards_in_memory_are_not_passed_off_as_a_cold_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skipped as for a missing library, before gigabytes are made."""
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    setup = harness.Setup(("shards", "python"), ("penstock-0",), sizes=TINY, rounds=1, memory_rounds=0)
+    told: list[str] = []
+    results = harness.run(setup, tell=told.append)
+    assert results.absent == (harness.Absence("shards", "skipped", _IN_MEMORY),)
+    assert "shards   making the data" not in told
+    assert {summary.workload for summary in results.summaries} == {"python"}
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="this system does not tell")
+@pytest.mark.parametrize(
+    ("answer", "file_system", "why"),
+    [
+        (1, "ext4", _IN_MEMORY),
+        (BlockingIOError(), "ext4", ""),
+        (OSError(errno.EOPNOTSUPP, "no"), "tmpfs", _IN_MEMORY),
+        (OSError(errno.EOPNOTSUPP, "no"), "ext4", ""),
+    ],
+    ids=["in memory", "on the disk", "a tmpfs", "nobody can tell"],
+)
+def test_what_left_the_page_cache_is_told_by_the_kernel(
+    answer: Any, file_system: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that cannot be asked is given the benefit of the doubt, unless it is one of memory."""
+
+    def preadv(*_: Any) -> int:
+        if isinstance(answer, OSError):
+            raise answer
+        return int(answer)
+
+    unfit = WORKLOADS["shards"].unfit
+    assert unfit is not None
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(workloads, "_lies_in_memory", lambda _: file_system == "tmpfs")
+    assert unfit(tmp_path) == why
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_images_need_what_makes_and_decodes_them() -> None:

@@ -439,8 +439,12 @@ def run(setup: Setup, *, tell: Callable[[str], None] = lambda _: None) -> Result
                 continue
             here = folder / name
             here.mkdir()
-            tell(f"{name:8} making the data")
             try:
+                if workload.unfit and (reason := workload.unfit(here)):
+                    leave_out(name, "skipped", reason)
+                    shutil.rmtree(here, ignore_errors=True)
+                    continue
+                tell(f"{name:8} making the data")
                 workload.make(here, setup.sizes, setup.seed)
             except Exception as error:  # noqa: BLE001 - a full disk, a broken library: the other workloads may be spared
                 said = " ".join(f"{type(error).__name__}: {error}".split())

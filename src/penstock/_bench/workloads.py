@@ -11,6 +11,7 @@ Does not cover: who loads, how it is timed.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import importlib
 import itertools
@@ -188,6 +189,8 @@ class Workload:
     """What it has at most of the budget that the run was given."""
     needs: tuple[str, ...] = ()
     """Modules without which its data cannot be made or read."""
+    unfit: Callable[[Path], str] | None = None
+    """Why it would measure something else with its data in this folder; empty when it would not."""
     quick: tuple[str, ...] = ("penstock", "penstock-auto", "loop", "torch")
     """Those of the contenders that a quick run has time for."""
 
@@ -759,6 +762,7 @@ def _lines_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_bytes
 SHARD_WIDTH: Final = 48 * 1024  # float32: 192 KiB a row
 _PATTERN: Final = (np.arange(SHARD_WIDTH) % 251).astype(np.float32)
 _SHARD_BUDGET: Final = 512 * 2**20
+_PROBE_BYTES: Final = 2**22  # more than is read ahead at once
 _NPY_HEAD_BYTES: Final = 128  # what np.save writes before such an array
 
 
@@ -797,6 +801,48 @@ class _ShardCheck:
                 raise WrongContent(f"epoch {epoch} does not hold each of {self._rows} rows once")
             if why := in_order(ids):
                 raise WrongContent(f"epoch {epoch} {why}")
+
+
+def _lies_in_memory(folder: Path) -> bool:
+    """Whether a folder is of a file system that is nothing but memory."""
+    device = os.stat(folder).st_dev
+    here = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo") as file:
+            mounts = [line.partition(" - ") for line in file]
+    except OSError:
+        return False
+    return any(
+        place.split()[2] == here and what.split()[0] in ("tmpfs", "ramfs", "devtmpfs") for place, _, what in mounts
+    )
+
+
+def _stays_in_memory(folder: Path) -> str:
+    """Why files in a folder are not read from a disk, even after the system was told to forget them.
+
+    Of a file of its own, before there is any data: 8 GiB in a tmpfs could be more than the machine has.
+    """
+    if not hasattr(os, "RWF_NOWAIT"):
+        return ""  # nobody can tell
+    path = folder / "probe"
+    try:
+        with open(path, "w+b", buffering=0) as file:
+            file.write(bytes(_PROBE_BYTES))
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            # Once: where it is on the disk, asking has the kernel read it, and what is being read is not forgotten.
+            os.preadv(file.fileno(), [bytearray(1)], _PROBE_BYTES // 2, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return ""  # one would have to wait for it
+    except OSError as error:
+        # A tmpfs does not know the question either, so that one is asked for by name.
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        if not _lies_in_memory(folder):
+            return ""  # nobody can tell
+    finally:
+        path.unlink(missing_ok=True)
+    return "files in the temporary folder stay in memory, and no disk is read: set TMPDIR to a folder on one"
 
 
 def _make_shards(folder: Path, sizes: Sizes, seed: int) -> None:  # noqa: ARG001 - rows are told apart by their number
@@ -1056,6 +1102,7 @@ WORKLOADS: Final = {
             unit="bytes",
             make=_make_shards,
             job=_shards_job,
+            unfit=_stays_in_memory,
             most_budget_bytes=_SHARD_BUDGET,
             quick=("penstock", "penstock-blocks", "threads", "torch"),
         ),
