@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock._bench import workloads
 from penstock._bench.contenders import CONTENDERS
 from penstock._bench.drive import drive
 from penstock._bench.running import Running
@@ -258,6 +259,33 @@ def test_lines_that_torch_deals_to_its_workers_are_full_batches_in_order(contend
     for module in CONTENDERS[contender].needs:
         pytest.importorskip(module)
     assert drive(_job("lines", tmp_path), CONTENDERS[contender].open, mark=lambda _: None)[0].wrong == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda pixels: pixels[..., ::-1], lambda pixels: pixels[::-1], lambda pixels: pixels.swapaxes(0, 1),
+     lambda pixels: pixels + np.uint8(6), np.zeros_like],
+    ids=["colours", "upside down", "on its side", "brighter", "black"],
+)  # fmt: skip
+@pytest.mark.parametrize("sizes", [{}, {"images_high": 350, "images_wide": 400, "images_size": 224}], ids=["tiny", ""])
+def test_a_decoder_that_is_wrong_makes_no_truth(
+    change: Any, sizes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it decodes is what contenders are held against, and most of them use the same."""
+    decoder = workloads._decoder(dataclasses.replace(TINY, **sizes))
+    monkeypatch.setattr(workloads, "_decoder", lambda _: lambda path: np.ascontiguousarray(change(decoder(path))))
+    with pytest.raises(ValueError, match=r"000000\.jpg as Penstock decodes it is [\d.]+ of 255 from what Pillow makes"):
+        _job("images", tmp_path, images=10, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("high", "wide", "size"),
+    [(350, 400, 224), (350, 400, 64), (350, 400, 500), (700, 800, 32), (40, 50, 8), (8, 8, 64)],
+)
+def test_the_decoder_is_right_whatever_the_size(high: int, wide: int, size: int, tmp_path: Path) -> None:
+    """Otherwise the workload could be run with its own sizes only."""
+    _job("images", tmp_path, images=3, images_high=high, images_wide=wide, images_size=size)
+    assert (tmp_path / "truth.npz").exists()
 
 
 # ---------------------------------------- while files are forgotten

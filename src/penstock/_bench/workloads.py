@@ -958,15 +958,44 @@ def _decoder(sizes: Sizes) -> Any:
     return Decoder((sizes.images_size, sizes.images_size))
 
 
+# Of 255. What two right decoders differ by in a picture of its own size; one that shrinks more leaves out more pixels,
+# and they may be others. Beyond the second, it is another picture.
+_OFF: Final = 2.0
+_OFF_MOST: Final = 12.0
+_COMPARED: Final = 8
+
+
+def _compare(path: Path, decoded: Array) -> None:
+    """Refuse a picture that is far from what Pillow makes of the same file, all of it decoded and then resized."""
+    image: Any = importlib.import_module("PIL.Image")
+    with image.open(path) as file:
+        full = file.convert("RGB")
+    size, bilinear = decoded.shape[:2], image.Resampling.BILINEAR
+    high, wide = full.height / size[0], full.width / size[1]
+    smooth = full.resize(size[::-1], bilinear)
+    plain = full.transform(size[::-1], image.Transform.AFFINE, (wide, 0, 0, 0, high, 0), bilinear)
+    # With antialiasing or without: both are right, so that the nearer one counts.
+    off = min(float(np.abs(np.asarray(made, np.int16) - decoded).mean()) for made in (smooth, plain))
+    most = min(_OFF * max(1.0, high, wide), _OFF_MOST)
+    if off > most:
+        raise ValueError(
+            f"{path.name} as Penstock decodes it is {off:.1f} of 255 from what Pillow makes of it, in the mean, and "
+            f"{most:.1f} may be: nobody can be held against such pictures; try other versions of simplejpeg and cv2"
+        )
+
+
 def _make_images(folder: Path, sizes: Sizes, seed: int) -> None:
     image: Any = importlib.import_module("PIL.Image")
     decoder = _decoder(sizes)
     some, whole = [], []
+    compared = set(np.linspace(0, sizes.images - 1, _COMPARED).astype(int).tolist())
     for number in range(sizes.images):
         pixels = photo(np.random.default_rng((seed, number)), sizes.images_high, sizes.images_wide)
         path = folder / f"{number:06d}.jpg"
         image.fromarray(pixels).save(path, quality=85)
         decoded = decoder(path)[None]
+        if number in compared:  # it is what all are held against, and Penstock's own
+            _compare(path, decoded[0])
         some.append(some_pixels(decoded))
         whole.append(all_pixels(decoded))
     np.savez(folder / "truth.npz", some=np.concatenate(some), whole=np.concatenate(whole))
