@@ -75,7 +75,7 @@ _SIZES_HELP = {
 _OF_SPEED = ("workload", "contender", "memory_rounds", "memory")
 # Quick is a promise of less than three minutes; this leaves room for the round that is running when time is up.
 _QUICK_S = 130.0
-# NumPy's old generator, torch and Grain take no other seeds, and all contenders are to have the same one.
+# Grain takes no larger one, torch none of more than 64 bits, and all contenders are to have the same.
 _MOST_SEED = 2**32 - 1
 # Whoever asks twice to end it within this time would only keep it from cleaning up.
 _CLEAN_S = 5.0
