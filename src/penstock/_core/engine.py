@@ -752,8 +752,12 @@ class Engine:
             return 2  # the one after the next, too, which may be begun where nothing can be drawn
         if self._absent is None:
             return 1
-        samples = self.plan.batch_size * self.plan.batches_per_slot
-        return max(1, min(TOLD_BYTES // max(1, samples * self.plan.sample_bytes), TOLD_ROWS // samples))
+        # Two at least: of one, nothing is left when the slot that is free now has been given to it.
+        return max(2, self._most_told() // (self.plan.batch_size * self.plan.batches_per_slot // self._each or 1))
+
+    def _most_told(self) -> int:
+        """Items that the disk is told of at a time."""
+        return max(1, min(TOLD_ROWS, TOLD_BYTES // max(1, self.plan.sample_bytes * self._each)))
 
     def _told_rows(self, tasks: int) -> list[npt.NDArray[np.int64]] | None:
         """What each task is to tell the system of, where rows lie anywhere: all that was drawn since."""
@@ -762,7 +766,7 @@ class Engine:
             return None
         for unit in coming:
             unit.told = 1
-        return np.array_split(np.concatenate([unit.indices for unit in coming]), tasks)
+        return np.array_split(np.concatenate([unit.indices for unit in coming])[: self._most_told()], tasks)
 
     def _told(self, unit: Unit, parts: Sequence[Part], following: Unit | None) -> list[npt.NDArray[np.int64]]:
         """What each task is to tell the system of, so that a disk always knows of so many bytes beyond what is read.
