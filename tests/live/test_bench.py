@@ -32,35 +32,7 @@ from penstock._bench.running import Running
 from penstock._bench.trial import Order
 from penstock._bench.workloads import FULL, QUICK, WORKLOADS, Job, Sizes
 from penstock._core.program import Pad
-from tests.live.changed import timing_of
-
-TINY = Sizes(
-    big_files=3,
-    big_bytes=64 * 1024,
-    big_samples=8,
-    rows=700,
-    cifar_rows=300,
-    cifar_batch=32,
-    latency_items=40,
-    latency_ms=0.05,
-    slow_items=64,
-    slow_ms=0.05,
-    python_rows=600,
-    lines=600,
-    shards=3,
-    shards_rows=40,
-    shards_batch=8,
-    images=70,
-    images_high=40,
-    images_wide=50,
-    images_size=24,
-    memory_medium=70,
-    memory_temporaries=8,
-    memory_leaks=30,
-    memory_paths=6000,
-    memory_ragged=40,
-    least_s=0.02,
-)
+from tests.live.changed import TINY, timing_of
 
 
 def _job(name: str, folder: Path) -> Job:

@@ -21,31 +21,12 @@ from penstock._bench import workloads
 from penstock._bench.contenders import CONTENDERS
 from penstock._bench.drive import drive
 from penstock._bench.running import Running
-from penstock._bench.workloads import WORKLOADS, Job, Sizes, in_order
+from penstock._bench.workloads import WORKLOADS, Job, in_order
+from tests.live import changed
 from tests.live.changed import Changed, timing_of
 
-TINY = Sizes(
-    big_files=3,
-    big_bytes=64 * 1024,
-    big_samples=8,
-    rows=700,
-    cifar_rows=300,
-    cifar_batch=32,
-    latency_items=40,
-    latency_ms=0.05,
-    slow_items=70,
-    slow_ms=0.05,
-    python_rows=600,
-    lines=1400,
-    shards=3,
-    shards_rows=42,
-    shards_batch=8,
-    images=70,
-    images_high=40,
-    images_wide=50,
-    images_size=24,
-    least_s=0.02,
-)
+TINY = dataclasses.replace(changed.TINY, slow_items=70, lines=1400, shards_rows=42)  # no whole numbers of batches
+
 ALL = ["big", "rows", "cifar", "python", "lines", "images", "latency", "slow", "shards"]
 
 

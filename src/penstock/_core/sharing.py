@@ -277,10 +277,10 @@ def _parts_of(module: str) -> frozenset[str] | None:
 
 def _known(thing: Any) -> bool:
     """Whether a function or class of a trusted module is one of its harmless parts, under whatever name it came."""
-    name = thing.__name__
-    if not _trusted(_home(thing)) or _SETTERS.match(name):
+    home, name = _home(thing), thing.__name__
+    if not _trusted(home) or _SETTERS.match(name):
         return False
-    module = _home(thing).lstrip("_")
+    module = home.lstrip("_")
     allowed = _parts_of(module)
     if module == "io" and name == "open":
         return True

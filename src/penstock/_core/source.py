@@ -682,8 +682,6 @@ def _turns(value: Any) -> bool:
 def _part(array: Any) -> _InMemory | _InFile | _InShards:
     if isinstance(array, _InShards):
         return array
-    if array.dtype.hasobject:
-        raise SpecError("an array of Python objects cannot be gathered into a batch: convert it to numbers first")
     mapped = array
     while isinstance(mapped, np.ndarray) and not isinstance(mapped, np.memmap):
         mapped = mapped.base
