@@ -147,3 +147,40 @@ def test_an_interrupt_while_a_thread_starts_leaves_none_behind(when: str, monkey
     assert (done == 1).all()
     hands.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "penstock-copy"]
+
+
+def test_others_begin_before_anybody_waits() -> None:
+    """While the consumer works on the batch before."""
+    hands, done = Hands(2), threading.Event()
+    hands.share(4, lambda *_: None)  # the threads are there
+    begun = hands.begin(1, lambda *_: done.set())
+    assert done.wait(30)
+    hands.finish(begun)
+    hands.close()
+
+
+def test_who_waits_for_one_does_nothing_of_another() -> None:
+    """Or a batch would come only when the one after it is there, too."""
+    hands, doers = Hands(1), []
+    first, second = hands.begin(4, lambda *_: doers.append(1)), hands.begin(4, lambda *_: doers.append(2))
+    hands.finish(second)
+    assert set(doers) == {2}
+    hands.finish(first)
+    assert set(doers) == {1, 2}
+    hands.close()
+
+
+def test_what_was_begun_and_is_left_alone_is_held_by_nobody_in_the_end() -> None:
+    """An epoch was left while a batch of it was being copied."""
+
+    class Memory:
+        pass
+
+    hands, memory = Hands(2), Memory()
+    gone = threading.Event()
+    weakref.finalize(memory, gone.set)
+    hands.share(4, lambda *_: None)
+    hands.begin(4, lambda *_, memory=memory: None)
+    del memory
+    assert gone.wait(30)
+    hands.close()

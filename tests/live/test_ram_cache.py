@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +21,8 @@ import pytest
 
 import penstock
 from penstock import CacheWarning, Feed, MiB
-from penstock._core.cache import RamStore
+from penstock._core.arena import CONTROL_BYTES
+from penstock._core.cache import RamShelf, RamStore
 from penstock._core.engine import Engine, Unit
 from tests.live.crews import CREWS, each_crew, feed_of
 from tests.live.loads import Log
@@ -460,10 +463,7 @@ def test_large_batches_are_right_whoever_copies_them(shuffle: bool, monkeypatch:
 def test_kept_batches_that_are_held_take_no_more_than_was_planned(crew: str) -> None:
     """Whoever keeps more of them than there is memory for is told, in every epoch."""
 
-    def load(i: int) -> Any:
-        return np.full(2**18, i, np.float32)
-
-    with feed_of(crew, range(100), load, memory="256 MiB", cache="ram") as feed:
+    with feed_of(crew, range(100), _megabyte, memory="256 MiB", cache="ram") as feed:
         for _ in feed:
             pass
         before = feed.stats.copied
@@ -477,27 +477,98 @@ def test_kept_batches_that_are_held_take_no_more_than_was_planned(crew: str) -> 
 
 
 @each_crew
+@pytest.mark.parametrize("ahead", [False, True])
 def test_an_interrupt_while_a_batch_is_copied_loses_nothing_that_is_kept(
-    crew: str, monkeypatch: pytest.MonkeyPatch
+    crew: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing was being written that anybody else sees."""
-
-    def load(i: int) -> Any:
-        return np.full(2**18, i, np.float32)
 
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "_copies_here", lambda self, unit: self.cache.at_hand(unit.indices))
-    with feed_of(crew, range(40), load, memory="256 MiB", cache="ram") as feed:
+    with feed_of(crew, range(40), _megabyte, memory="256 MiB", cache="ram") as feed:
         for _ in feed:
             pass
         batches = iter(feed)
-        next(batches)
+        if ahead:
+            next(batches)  # let go of at once, so that others begin with the next one
         with monkeypatch.context() as patch:
-            patch.setattr(RamStore, "copy", interrupted)
+            patch.setattr(RamStore, "finish_copy" if ahead else "copy", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 next(batches)
         cached = feed.stats.cached
         assert [int(batch[0, 0]) for batch in feed] == list(range(0, 40, 4))
         assert feed.stats.cached == cached + 40
+
+
+@each_crew
+def test_the_next_batch_is_copied_while_the_consumer_works_on_this_one(
+    crew: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one core waits for the consumer, and then the consumer for a copy."""
+    monkeypatch.setattr(Engine, "_copies_here", lambda self, unit: self.cache.at_hand(unit.indices))
+    gathered = threading.Event()
+    gather = RamShelf.gather
+
+    def told(*args: Any) -> None:
+        gather(*args)
+        if threading.current_thread() is not threading.main_thread():
+            gathered.set()
+
+    with feed_of(crew, range(40), _megabyte, memory="256 MiB", cache="ram") as feed:
+        for _ in feed:
+            pass
+        batches = iter(feed)
+        assert int(next(batches)[0, 0]) == 0
+        monkeypatch.setattr(RamShelf, "gather", told)
+        assert int(next(batches)[0, 0]) == 4
+        assert gathered.wait(10)  # nobody asks for the third
+        assert [int(batch[0, 0]) for batch in batches] == list(range(8, 40, 4))
+
+
+@each_crew
+@pytest.mark.parametrize("end", ["break", "close"])
+def test_a_copy_that_nobody_waits_for_any_more_does_no_harm(
+    crew: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on in memory that is nobody else's until it is done."""
+    monkeypatch.setattr(Engine, "_copies_here", lambda self, unit: self.cache.at_hand(unit.indices))
+    gather = RamShelf.gather
+
+    def slow(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.02)
+        gather(*args)
+
+    monkeypatch.setattr(RamShelf, "gather", slow)
+    with feed_of(crew, range(40), _megabyte, memory="256 MiB", cache="ram") as feed:
+        for _ in feed:
+            pass
+        for _ in range(3):
+            for number, batch in enumerate(feed):
+                assert (batch == 4 * number + np.arange(4)[:, None]).all()
+                if number == 2:
+                    break
+            held = batch.copy()
+            if end == "close":
+                feed.close()
+                assert (batch == held).all()
+                return
+        assert [int(batch[0, 0]) for batch in feed] == list(range(0, 40, 4))
+
+
+@each_crew
+def test_slots_count_while_the_cache_is_being_filled(crew: str) -> None:
+    """What is kept is counted once, and what is not kept, too."""
+    with feed_of(crew, range(100), _megabyte, memory="512 MiB", cache="ram") as feed:
+        for number, _ in enumerate(feed):
+            if number == 5:
+                break
+        assert feed.stats.cache_bytes >= 4 * 4 * MiB(1)
+        assert feed.stats.arena_bytes >= 4 * MiB(1)
+        assert feed.stats.arena_bytes <= feed.plan.arena_bytes + CONTROL_BYTES
+
+
+def _megabyte(i: int) -> Any:
+    return np.full(2**18, i, np.float32)

@@ -4,24 +4,39 @@ A memfd: it has no name, so nothing is left behind by a kill and no other user c
 size of /dev/shm; and it costs one descriptor however many slots there are. It may grow at its end (sealed against
 shrinking, so that no mapping of it can ever fault), and it is mapped in windows: what is mapped stays mapped
 while anything refers to it. Threads and the parent itself work on the same class over private memory.
+
+Large pages: the system gives shared memory in pages of 4 KiB unless its administrator says otherwise, and then a good
+part of the time of a copy goes into finding them. It makes large pages of them when it is asked to
+(MADV_COLLAPSE of Linux 6.1), where addresses and offsets are multiples of such a page apart. Only whole ones within
+what was added at a time are made, so that an arena never takes more than it would with all of that in use.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import functools
 import mmap
 import os
+import time
 from typing import Any, Final, Protocol
 
 import numpy as np
 
 from penstock._core.layout import PAGE
 
-__all__ = ["CONTROL_BYTES", "AnyArena", "Arena", "can_share"]
+__all__ = ["CONTROL_BYTES", "AnyArena", "Arena", "can_share", "large_page_bytes", "private"]
 
 # The first pages hold a record per worker (64 bytes: what it is doing), before any slot: 256 workers.
 CONTROL_BYTES: Final = 4 * PAGE
 _POPULATE_READ: Final = 22  # MADV_POPULATE_READ of Linux 5.14, for which Python has no name
+_COLLAPSE: Final = 25  # MADV_COLLAPSE of Linux 6.1, which has none either
+# Usually it takes some 60 us, and 3 ms where memory was never used before. Where none is left in one piece the system
+# moves others' pages about, and small ones are the better choice.
+MOST_COLLAPSE_S: Final = 20e-3
+_MOST_LARGE_PAGE: Final = 32 * 2**20  # that of some processors is half a gigabyte
+_TRIES: Final = 4
 
 
 def can_share() -> bool:
@@ -35,6 +50,9 @@ class AnyArena(Protocol):
     def extend(self, size: int) -> int: ...
     def window(self, offset: int, size: int) -> tuple[Any, int]: ...
     def discard(self, offset: int, size: int) -> None: ...
+    def enlarge_pages(self, offset: int, size: int) -> None: ...
+    @property
+    def page_bytes(self) -> int: ...
     def resident_bytes(self) -> int: ...
     def close(self) -> None: ...
 
@@ -47,6 +65,10 @@ class Arena:
         self._resident: list[int] = []  # of each window of private memory, when last looked at
         self._owner = fd is None
         self._foresees = True
+        self._pieces: list[tuple[int, int]] = []  # start and end of what was added at a time
+        self._large: set[int] = set()  # where large pages were asked for
+        self.page_bytes = large_page_bytes()
+        """Of large pages; that of small ones where the system has no others, or did not make them."""
         if shared and fd is None:
             import fcntl  # here, because Windows has none and needs the rest of this file
 
@@ -59,12 +81,15 @@ class Arena:
 
     def extend(self, size: int) -> int:
         """Add so many bytes (whole pages) at the end; where they start. Nothing is used before it is touched."""
-        start = self.size
-        self.size += -(-size // PAGE) * PAGE
+        # What is large begins where a large page does: what is left out before it is never touched.
+        unit = self.page_bytes if size >= self.page_bytes else PAGE
+        start = -(-self.size // unit) * unit
+        self.size = start + -(-size // PAGE) * PAGE
         if self.fd is None:
-            self._windows.append((start, self.size, mmap.mmap(-1, self.size - start)))
+            self._windows.append((start, self.size, _map(-1, self.size - start, start)))
         else:
-            os.ftruncate(self.fd, self.size)
+            os.ftruncate(self.fd, self.size + _slack())
+        self._pieces.append((start, self.size))
         return start
 
     def window(self, offset: int, size: int) -> tuple[Any, int]:
@@ -74,21 +99,52 @@ class Arena:
                 return mapping, offset - start
         assert self.fd is not None
         start = max((end for _, end, _ in self._windows), default=0)
-        end = os.fstat(self.fd).st_size
+        end = os.fstat(self.fd).st_size - _slack()
         if offset < start or offset + size > end:
             raise AssertionError(f"no window can hold bytes {offset} to {offset + size} of an arena of {end}")
-        mapping = mmap.mmap(self.fd, end - start, offset=start)
+        mapping = _map(self.fd, end - start, start)
         self._windows.append((start, end, mapping))
         return mapping, offset - start
 
     def discard(self, offset: int, size: int) -> None:
         """Give the memory of these bytes back to the system; they are not used again."""
+        if (page := self.page_bytes) > PAGE:  # nor does a neighbour bring them back
+            self._large.update(range(offset // page * page, offset + size, page))
         if self.fd is not None:
             _punch(self.fd, offset, size)
         elif hasattr(mmap, "MADV_REMOVE"):  # not DONTNEED, which keeps what is in a mapping that could be shared
             mapping, start = self.window(offset, size)
             mapping.madvise(mmap.MADV_REMOVE, start, size)
             self._resident.clear()
+
+    def enlarge_pages(self, offset: int, size: int) -> None:
+        """Have these bytes in large pages, now, where the system has some; whatever is in them stays, whoever writes.
+
+        All of the large pages of which they are a part, so that what lies next to them may become resident, too.
+        """
+        page = self.page_bytes
+        if page == PAGE:
+            return
+        piece, end = next(((first, end) for first, end in self._pieces if first <= offset < end), (0, 0))
+        first = max(offset // page * page, -(-piece // page) * page)
+        for start in range(first, min(offset + size, end // page * page), page):
+            if start in self._large:
+                continue
+            self._large.add(start)
+            if not self._enlarge_page(start):
+                self.page_bytes = PAGE
+                return
+
+    def _enlarge_page(self, start: int) -> bool:
+        """Whether it is worth while to ask for more of them."""
+        mapping, at = self.window(start, self.page_bytes)
+        began = time.thread_time()
+        mapping[at]  # something has to be there; read, because others may be writing
+        try:
+            mapping.madvise(_COLLAPSE, at, self.page_bytes)
+        except OSError as error:
+            return error.errno == errno.EAGAIN  # somebody uses it in this moment: it stays as it is
+        return time.thread_time() - began < MOST_COLLAPSE_S
 
     def foresee(self, offset: int, size: int) -> None:
         """Have bytes that another process wrote and this one will read mapped now, and not page by page then."""
@@ -117,6 +173,53 @@ class Arena:
         if self.fd is not None and self._owner:
             os.close(self.fd)
             self.fd = None
+
+
+@functools.cache
+def large_page_bytes() -> int:
+    """The size of the large pages of this system; that of small ones if it has none that are of use."""
+    with contextlib.suppress(OSError, ValueError):
+        with open("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", "rb") as file:
+            size = int(file.read())
+        if PAGE < size <= _MOST_LARGE_PAGE and not size % PAGE:
+            return size
+    return PAGE
+
+
+def private(size: int) -> mmap.mmap:
+    """Memory of this process alone, in large pages where the system has them; OSError if it has none at all."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size)
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            block.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without them
+            pass
+    return block
+
+
+def _map(fd: int, size: int, offset: int) -> mmap.mmap:
+    """A mapping of a file, or of memory of its own, in which large pages can lie where they lie in the arena.
+
+    Python cannot say where a mapping is to be. The system puts it at the end of a gap, so that one that is longer
+    begins so much earlier; what lies behind ``size`` is used by nobody. The file has to be long enough (``_slack``).
+    """
+    page = large_page_bytes() if size >= large_page_bytes() else PAGE
+    more = tries = 0
+    while True:
+        mapping = mmap.mmap(fd, size + more, offset=offset) if fd >= 0 else mmap.mmap(-1, size + more)
+        past = (ctypes.addressof(ctypes.c_char.from_buffer(mapping)) - offset) % page
+        tries += 1
+        if not past or tries == _TRIES:
+            return mapping
+        mapping.close()
+        more = (more + past) % page
+
+
+def _slack() -> int:
+    """By how much the file of an arena is longer than the arena: nothing is ever there."""
+    return large_page_bytes() if large_page_bytes() > PAGE else 0
 
 
 def _resident_bytes(mapping: mmap.mmap) -> int:

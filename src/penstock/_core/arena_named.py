@@ -100,6 +100,14 @@ class NamedArena:
             mapping, start = self.window(offset, size)
             mapping.madvise(mmap.MADV_REMOVE, start, size)
 
+    def enlarge_pages(self, offset: int, size: int) -> None:
+        """Nothing: where this arena is used, pages are what they are."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Of its pages."""
+        return PAGE
+
     def segments(self) -> list[Segment]:
         """What there is now, for a worker that is being made."""
         return [segment for segment, _ in list(self._there.values())]

@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from penstock._core import machine
 from penstock._core.arena import AnyArena, Arena
 from penstock._core.budget import parse_size
-from penstock._core.copying import SHARED_BYTES, Hands
+from penstock._core.copying import SHARED_BYTES, Begun, Hands
 from penstock._core.layout import PAGE, Layout
 from penstock._core.spec import Array, Spec
 from penstock._core.task import LOAD, Shelved, keep_at
@@ -281,9 +281,7 @@ def _follow(places: Shelved) -> bool:
 
 def resident(arena: AnyArena, touched: int, size: int) -> tuple[int, int]:
     """Memory of so much of an arena, of which a part was written to; and how much of it the arena counts itself."""
-    if not isinstance(arena, Arena):
-        return size, size
-    return touched, size if arena.fd is None else touched
+    return (touched, touched) if isinstance(arena, Arena) else (size, size)
 
 
 class RamStore:
@@ -325,6 +323,7 @@ class RamStore:
             return at
         room = len(self._free) + self._entries - self._used
         places = np.maximum(at, LOAD)
+        before = self._used
         if room:
             for ordinal in missing.tolist():
                 index = int(indices[ordinal])
@@ -340,6 +339,7 @@ class RamStore:
                     break
                 rows[index] = _COMING
                 places[ordinal] = keep_at(row)
+            self._enlarge_pages(before)
         return places if len(missing) < len(at) or (places < LOAD).any() else None
 
     def at_hand(self, indices: npt.NDArray[np.int64]) -> bool:
@@ -381,17 +381,28 @@ class RamStore:
         self._foresee(written)
         return kept if isinstance(kept, str) else RANDOM if random else None
 
+    def _enlarge_pages(self, before: int) -> None:
+        """Have what is about to be written in large pages; so many items were there before."""
+        if self._used > before:
+            for start, size in self._ranges():
+                self._arena.enlarge_pages(start + before * size, (self._used - before) * size)
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """Where each column starts, and what an item takes in it."""
+        for column in self._columns:
+            if size := column.dtype.itemsize * math.prod(column.shape[1:]) * self._each:
+                yield self.form.offset + column.offset, size
+
     def _foresee(self, rows: list[int]) -> None:
         """Have memory mapped in which a worker put large samples: the consumer may be the one that copies them."""
         if not isinstance(self._arena, Arena) or self._layout.spec.sample_bytes * self._each < FORESEEN_BYTES:
             return
         rows.sort()
         cuts = [0, *(at for at in range(1, len(rows)) if rows[at] != rows[at - 1] + 1), len(rows)]
-        for column in self._columns:
-            size = column.dtype.itemsize * math.prod(column.shape[1:]) * self._each
+        for at, size in self._ranges():
             for start, stop in itertools.pairwise(cuts):
-                if stop > start and size:
-                    self._arena.foresee(self.form.offset + column.offset + rows[start] * size, (stop - start) * size)
+                if stop > start:
+                    self._arena.foresee(at + rows[start] * size, (stop - start) * size)
 
     def withdrawn(self, task: int) -> None:
         """The places are free again."""
@@ -399,17 +410,29 @@ class RamStore:
 
     def copy(self, places: Shelved, memory: Any, start: int) -> None:
         """Gather rows into a slot."""
+        do = self._gathering(places, memory, start)
+        if len(places) < 2 or len(places) * self._each * self._layout.spec.sample_bytes < SHARED_BYTES:
+            do(0, len(places))
+            return
+        if self._hands is None:
+            # Closed by another thread meanwhile, nobody would end the threads.
+            self._hands = Hands(machine.look().cores if self._size else 1)
+        self._hands.share(len(places), do)
+
+    def begin_copy(self, places: Shelved, memory: Any, start: int) -> Begun | None:
+        """Have others begin to gather them, if there are others: ``finish_copy`` sees to the rest."""
+        return None if self._hands is None else self._hands.begin(len(places), self._gathering(places, memory, start))
+
+    def finish_copy(self, begun: Begun) -> None:
+        """Wait until all are there."""
+        assert self._hands is not None
+        self._hands.finish(begun)
+
+    def _gathering(self, places: Shelved, memory: Any, start: int) -> Callable[[int, int], None]:
         if self._shelf is None:
             self._shelf = self.form.open(self._arena)
         shelf, columns = self._shelf, [items_first(c, self._each) for c in self._layout.arrays(memory, start)]
-        if len(places) < 2 or len(places) * self._each * self._layout.spec.sample_bytes < SHARED_BYTES:
-            shelf.gather(places, columns)
-            return
-        if self._hands is None:
-            self._hands = Hands(machine.look().cores)
-        self._hands.share(
-            len(places), lambda first, behind: shelf.gather(places[first:behind], [c[first:behind] for c in columns])
-        )
+        return lambda first, behind: shelf.gather(places[first:behind], [c[first:behind] for c in columns])
 
     def unclaimed(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Those of them that nobody else has or makes: nobody else does anything here."""
@@ -425,17 +448,19 @@ class RamStore:
 
     def resident_bytes(self) -> tuple[int, int]:
         """What was written to, where the system gives memory only then."""
-        touched = min(self._size, self._used * self._each * self._layout.spec.sample_bytes)
+        page, end = self._arena.page_bytes, self.form.offset + self._size
+        ends = [(at, min(end, -(-(at + self._used * size) // page) * page)) for at, size in self._ranges()]
+        touched = min(self._size, sum(behind - at for at, behind in ends)) if self._used else 0
         return resident(self._arena, touched, self._size)
 
     def close(self) -> None:
         """Give the memory back: batches that are alive would keep all of it."""
         self._shelf = None
+        size, self._size = self._size, 0
         if self._hands is not None:
             self._hands.close()
-        if self._size:
-            self._arena.discard(self.form.offset, self._size)
-            self._size = 0
+        if size:
+            self._arena.discard(self.form.offset, size)
 
 
 RANDOM: Final = (

@@ -32,8 +32,9 @@ from penstock._core import machine
 from penstock._core.arena import AnyArena
 from penstock._core.batch import Lease, Leases, Texts
 from penstock._core.budget import MiB, format_bytes
-from penstock._core.cache import Store
+from penstock._core.cache import RamStore, Store
 from penstock._core.cache_device import DeviceStore, Origin
+from penstock._core.copying import Begun
 from penstock._core.crew import Crew
 from penstock._core.crew.inline import InlineCrew
 from penstock._core.errors import (
@@ -80,7 +81,7 @@ MANY_TASK_S: Final = 2e-3  # of a load that makes many samples at once, and is n
 # Loads that take long, and all as long as each other, are shared evenly with one task for everybody.
 LONG_LOAD_S: Final = 2e-3
 ALIKE: Final = 0.1
-BLOCK_TASK_BYTES: Final = 8 * 2**20
+BLOCK_TASK_BYTES: Final = 16 * 2**20
 TOLD_BYTES: Final = 40 * 2**20  # enough for the disks that were tried, and a page cache has room for it
 TOLD_ROWS: Final = 4096  # of rows that lie anywhere: for each a page at least is read
 BLOCK_TASKS: Final = 3  # a worker, of a slot
@@ -151,6 +152,8 @@ class Chunk:
     """Where it lies, if that is no slot but memory of its own."""
     kept: Shelved | None = None
     """What is still to be copied there."""
+    begun: Begun | None = None
+    """How far that is, if others began with it."""
 
 
 class Engine:
@@ -190,6 +193,7 @@ class Engine:
         slots = plan.slots + plan.staging_slots
         self._spare = spare_bytes
         self._regions = Regions(crew.arena, slots, slot_bytes, spare_bytes)
+        self._enlarged: set[int] = set()  # where slots lie that are in large pages by now
         # After the slots: where shared memory is short, they come first.
         self.cache = None if cache is None else cache(crew.arena)
         self.notices: list[str] = []
@@ -202,7 +206,9 @@ class Engine:
         self._copies_last = room and self._mixing is not None and plan.workers > 0 and plan.batches_per_slot > 1
         large = plan.batches_per_slot == 1 and plan.batch_bytes > NEAR_BYTES
         self._gathers = room and kept and mode is Mode.ROWS and large
-        self._own = Own(own_bytes, OWN_BLOCKS if self._copies_last or self._gathers else 0)
+        # While the consumer works on a batch, the next one is copied to the other block.
+        kick = weakref.WeakMethod(self._refill) if self._gathers else None
+        self._own = Own(own_bytes, OWN_BLOCKS if self._copies_last or self._gathers else 0, kick)
         self.own_bytes = OWN_BLOCKS * own_bytes if self._copies_last or self._gathers else 0
         """What batches may take that are given out as copies in memory of their own; it is nobody else's."""
         self._ledger = Ledger(slots)
@@ -347,7 +353,8 @@ class Engine:
                 # Without workers nothing is won by beginning the next one before it is asked for, but for the turn.
                 waits = not self.plan.workers and not self._eager
                 prepared = self._prepared[0] if self._prepared and waits else None
-                if found is None or prepared is None or prepared.epoch != epoch:
+                wanting = found is None or prepared is None or prepared.epoch != epoch
+                if wanting and not self._between(found, epoch):
                     self._fill(pull=True, asked=found is None)
                 if found is None and self.cache is not None:
                     found = self._ready_head(epoch)  # what was begun just now may have been there already
@@ -391,6 +398,12 @@ class Engine:
                 self._warn_of_excess()
             if slow is not None:  # not within: whoever makes errors of warnings gets one here
                 self._warn_of(*slow)
+
+    def _between(self, found: tuple[Unit, Chunk] | None, epoch: int) -> bool:
+        """Whether an epoch ends or begins here, without workers: then nothing is begun that can wait for a batch."""
+        if self.plan.workers:
+            return False
+        return found[0].start == 0 if found is not None else bool(self._units) and self._units[0].epoch != epoch
 
     def _turn(self, epoch: int) -> None:
         """Without workers: load the first batch of the next epoch while the last slot of this one is handed out.
@@ -550,11 +563,12 @@ class Engine:
                 self._prepared.appendleft(unit)  # the last free slot belongs to the unit that is handed out next
                 break
             here = self._copies_here(unit)
-            if here and (self._units or not asked):
+            memory = self._own.take() if here and self._gathers and not self._units else None
+            if here and (self._units or not asked) and memory is None:
                 self._prepared.appendleft(unit)
                 break
-            if here and self._gathers and (memory := self._own.take()) is not None:
-                self._gather(unit, memory)
+            if memory is not None:
+                self._gather(unit, memory, ahead=not asked)
             else:
                 # Whoever waits for it does it himself.
                 ahead = self._eager and not (asked and not self._units)
@@ -631,11 +645,16 @@ class Engine:
         size = len(unit.indices) * self._each * self.plan.sample_bytes
         return self._away_s < size * self._copy_s
 
-    def _gather(self, unit: Unit, memory: Any) -> None:
-        """Have what is kept copied to memory of its own, as soon as nobody waits for the lock: no slot is needed."""
-        assert self.cache is not None
+    def _gather(self, unit: Unit, memory: Any, *, ahead: bool) -> None:
+        """Have what is kept copied to memory of its own, as soon as nobody waits for the lock: no slot is needed.
+
+        ``ahead``: the consumer works on another batch, and others may begin with this one meanwhile.
+        """
+        assert isinstance(self.cache, RamStore)
         chunk = Chunk(self._next_batch, -1, len(unit.indices) * self._each, None, (), memory=memory)
-        chunk.kept = self.cache.look(unit.indices)
+        chunk.kept = kept = self.cache.look(unit.indices)
+        if ahead and kept is not None:
+            chunk.begun = self.cache.begin_copy(kept, memory, 0)
         self._next_batch += 1
         self.stats.cached += chunk.rows
         unit.chunks.append(chunk)
@@ -645,10 +664,14 @@ class Engine:
         """Memory of its own with all in it. Not in a section: nothing is lost if this is interrupted."""
         if chunk.kept is not None:
             try:
-                self._copy_here(chunk, chunk.kept, chunk.memory, 0)
+                if chunk.begun is None:
+                    self._copy_here(chunk, chunk.kept, chunk.memory, 0)
+                else:
+                    assert isinstance(self.cache, RamStore)
+                    self.cache.finish_copy(chunk.begun)
             finally:
                 self._check_open()  # closed by another thread meanwhile, nothing is there to be copied
-            chunk.kept = None
+            chunk.kept = chunk.begun = None
             self._gave_at_s = time.perf_counter()  # the consumer was not away meanwhile
         return chunk.memory, 0
 
@@ -692,6 +715,8 @@ class Engine:
                 chunk.rows, unit.open = count * self._each, 0
                 self._ledger.done(idents[0])
                 return
+        if self.mode is Mode.ROWS:
+            self._enlarge_pages(chunk.slot, count * self._each * self.plan.sample_bytes)
         told = None
         if self._mixing is not None and self._scatters and left is None:
             told = self._told(unit, parts, self._following(pull))
@@ -791,6 +816,13 @@ class Engine:
         self._next_batch += 1
         return Chunk(batch, self._ledger.begin(batch, tasks), 0, None, ())
 
+    def _enlarge_pages(self, slot: int, size: int) -> None:
+        """Have so much of a slot in large pages, once, if most of it is used."""
+        offset, capacity = self._regions[slot]
+        if offset not in self._enlarged and 2 * size >= capacity:
+            self._enlarged.add(offset)
+            self.crew.arena.enlarge_pages(offset, size)
+
     def _rows_a_task(self, count: int, loaded: int) -> int:
         """Items a task, so that it is worth its message and a slow one holds up little else; so many are loaded."""
         if self.plan.workers <= 1:
@@ -868,6 +900,7 @@ class Engine:
             size = 0 if reply.body is None else _end(reply.body)
             if size > self._regions.slot_bytes:
                 self._large_batch = max(self._large_batch, chunk.batch)
+            self._enlarge_pages(chunk.slot, size)
             if self._kept is not None:
                 self._samples_bytes = max(self._samples_bytes, size)
         else:
@@ -875,6 +908,7 @@ class Engine:
             if isinstance(chunk.body, list):
                 chunk.text_bytes = _text_bytes(chunk.body)
             chunk.rows, chunk.failures = reply.rows, reply.failures
+            self._enlarge_pages(chunk.slot, chunk.rows * self.plan.sample_bytes)
         self._account(reply.task)
         if not last:
             chunk.ready = True
@@ -1083,10 +1117,13 @@ class Engine:
         # Whoever holds the lock settles before letting go, or does when it next takes it; it is tried again because
         # the holder may have looked just before this slot was noted.
         try:
-            while self._freed and not self._section.inside() and self._lock.acquire(blocking=False):
+            while (
+                (self._freed or self._own.freed) and not self._section.inside() and self._lock.acquire(blocking=False)
+            ):
                 try:
                     with self._section:
                         self._settle()
+                        self._own.settle()
                         self._fill(pull=False)
                 finally:
                     self._lock.release()

@@ -8,9 +8,12 @@ faster.
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+from penstock._core.arena import private
 from penstock._core.batch import Lease, Leases
 from penstock._core.layout import PAGE
 
@@ -20,28 +23,33 @@ __all__ = ["Own"]
 class Own:
     """So many blocks of one size, each lent to one batch at a time, until the last view of that is gone."""
 
-    def __init__(self, size: int, count: int) -> None:
+    def __init__(self, size: int, count: int, kick: weakref.WeakMethod[Callable[[], None]] | None = None) -> None:
         self._size = -(-size // PAGE) * PAGE
         self._most = count
         self._blocks: list[mmap.mmap] = []
         self._free: list[int] = []
-        self._freed: deque[Lease] = deque()
-        self._leases = Leases(self._freed, None)
+        self.freed: deque[Lease] = deque()
+        """Blocks that were given back, until somebody looks; ``kick`` is called then."""
+        self._leases = Leases(self.freed, kick)
 
     def take(self) -> Any:
         """Memory whose last reference gives it back; None while all of it is lent, or the system has none."""
-        while self._freed:
-            self._free.append(self._freed.popleft().slot)
+        self.settle()
         if not self._free:
             if len(self._blocks) >= self._most:
                 return None
             try:
-                self._blocks.append(_private(self._size))
+                self._blocks.append(private(self._size))
             except OSError:
                 return None
             self._free.append(len(self._blocks) - 1)
         number = self._free.pop()  # the one that was used last is the warmest
         return self._leases.take(number, self._blocks[number], 0, self._size)
+
+    def settle(self) -> None:
+        """See what was given back."""
+        while self.freed:
+            self._free.append(self.freed.popleft().slot)
 
     @property
     def nbytes(self) -> int:
@@ -53,16 +61,4 @@ class Own:
         self._most = 0
         self._blocks.clear()
         self._free.clear()
-        self._freed.clear()
-
-
-def _private(size: int) -> mmap.mmap:
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, size)
-    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            block.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without them
-            pass
-    return block
+        self.freed.clear()

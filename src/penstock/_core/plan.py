@@ -58,6 +58,7 @@ THREAD_BYTES: Final = 256 * 2**10
 # size, as they are sure to, not this one.
 CACHE_LEAVES: Final = 8
 CACHE_LEAVES_VARYING: Final = 2
+CACHE_LEAVES_BYTES: Final = 3 * 2**19  # and for each process not less than it may differ from the others of its kind
 INDEX_BYTES: Final = 8  # of a sample of a batch, to say where it is kept on the device
 PAGE_TABLE_SHARE: Final = 512  # every process that uses a page has eight bytes in its page tables for its 4096
 
@@ -401,7 +402,8 @@ def _cache(request: Request, footprint: Footprint, workers: int, free: int) -> t
     processes = 1 + (workers if request.executor == "process" else 0)
     each = footprint.sample_bytes + -(-footprint.sample_bytes * processes // PAGE_TABLE_SHARE)
     varies = request.whole or request.staged
-    room = free - free // (CACHE_LEAVES_VARYING if varies else CACHE_LEAVES)
+    left = max(free // (CACHE_LEAVES_VARYING if varies else CACHE_LEAVES), processes * CACHE_LEAVES_BYTES)
+    room = max(0, free - left)
     index = min(request.index_bytes, room // CACHE_LEAVES)
     cached = (room - index) // each
     worth = request.length if request.worth is None else request.worth
