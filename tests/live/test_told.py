@@ -13,7 +13,7 @@ import pytest
 
 import penstock
 from penstock import Feed
-from penstock._core import engine
+from penstock._core import engine, source
 from penstock._core.arena import _resident_bytes
 from penstock._core.source import _ArrayReader, _disk
 
@@ -26,6 +26,13 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="asks the 
 def path(tmp_path: Path) -> Path:
     np.save(tmp_path / "x.npy", np.repeat(np.arange(ROWS, dtype=np.float32)[:, None], ROW_BYTES // 4, axis=1))
     return tmp_path / "x.npy"
+
+
+@pytest.fixture(autouse=True)
+def a_process_that_has_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests found in the page cache is remembered for some blocks."""
+    monkeypatch.setattr(source._disk, "_cold", True)
+    monkeypatch.setattr(source._disk, "_asked", 0)
 
 
 def chill(path: Path) -> None:

@@ -541,7 +541,7 @@ class Filler:
         spec = self._layout.spec
         row = task.start
         if task.ahead is not None and len(task.ahead):
-            self._tell(task.ahead, blocks=task.places is not None)
+            self._tell(task.ahead, epoch=None if task.places is None else task.epoch)
         if program.load is None and all(leaf.kind == "array" for leaf in spec.leaves):
             self._read_rows(task, columns, failures)
             return
@@ -758,12 +758,12 @@ class Filler:
             item = item.item()
         self._write(columns, row, self.program.load(item), item, [])
 
-    def _tell(self, indices: Array, *, blocks: bool) -> None:
+    def _tell(self, indices: Array, *, epoch: int | None) -> None:
         """Have the system begin to read what tasks after this one want."""
         reader = self.program.reader
         if reader is not None and isinstance(reader, Scatters):
             with contextlib.suppress(OSError):  # of a file that is gone: told when its rows are read
-                reader.tell(np.sort(indices), blocks=blocks)
+                reader.tell(np.sort(indices), epoch=epoch)
 
     def _read_rows(self, task: Task, columns: list[Array], failures: list[Failure]) -> None:
         """Rows of a source, straight into the slot: all at once, and if that fails one by one, to see whose it is."""

@@ -39,6 +39,7 @@ from penstock._core.limit import trim
 from penstock._core.line_reader import READ_BYTES
 from penstock._core.options import Options
 from penstock._core.order import Mixing
+from penstock._core.past_cache import HELD_BYTES
 from penstock._core.plan import (
     LEAN_WORKER_BYTES,
     PARENT_BYTES,
@@ -217,8 +218,13 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
         # A worker that collates holds the samples of a batch and the result.
         load_bytes = probe.load_bytes - held + (2 * plan.batch_bytes if program.mode is Mode.WHOLE else 0)
         kept = None if engine.cache is None else engine.cache.form
+        # Blocks that do not stay in the page cache are read past it where a worker has room for that twice over.
+        past = schedule.mixing is not None and planner.scatters and growth - load_bytes >= 2 * HELD_BYTES
+        held += HELD_BYTES if past else 0
         crew.start(
-            Setup(probe.spec, rows, plan.workers, max(0, growth), load_bytes, kept, held, engine.text_bytes, spares)
+            Setup(
+                probe.spec, rows, plan.workers, max(0, growth), load_bytes, kept, held, engine.text_bytes, spares, past
+            )
         )
         delivery = _delivery(options, program, plan, probe, engine.cache)
         if delivery is not None:

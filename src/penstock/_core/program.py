@@ -346,6 +346,8 @@ class Setup:
     """What the texts of a task may take beside the slot; 0: as they like."""
     spares: int = 0
     """Processes more, which wait to take the place of a worker."""
+    past_cache: bool = False
+    """Whether blocks may be read past the page cache, into memory for which there is room."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -36,9 +36,10 @@ import optree
 
 from penstock._core import machine
 from penstock._core.errors import SpecError, shown
+from penstock._core.past_cache import MOST_BYTES, PastCache
 from penstock._core.spec import NAMESPACE, Array, Leaf, Spec, as_array, flatten, store
 
-__all__ = ["Arrays", "Reader", "Row", "Scatters", "Source", "Unread", "arrays", "read_exactly"]
+__all__ = ["Arrays", "Reader", "Row", "Scatters", "Source", "Unread", "arrays", "past_cache", "read_exactly"]
 
 Indices = npt.NDArray[np.int64]
 
@@ -107,8 +108,11 @@ class Scatters(Protocol):
         ``told``: the system knows of them from ``tell``.
         """
 
-    def tell(self, indices: Indices, *, blocks: bool) -> None:
-        """Have the system begin to read these sorted rows, and do not wait for it."""
+    def tell(self, indices: Indices, *, epoch: int | None) -> None:
+        """Have the system begin to read these sorted rows, and do not wait for it.
+
+        ``epoch``: they are blocks, and wanted in this epoch or at the beginning of the next; None: they lie anywhere.
+        """
 
     def absent(self, indices: Indices) -> bool:
         """Whether these rows have to be read from a disk, as far as that is known without asking for each."""
@@ -238,10 +242,11 @@ class _InFile:
             raise
         return fd
 
-    def tell(self, indices: Indices, *, absent: bool = False) -> None:
+    def tell(self, indices: Indices, *, epoch: int | None = None) -> None:
         """Have the kernel begin to read these rows, which are sorted, and do not wait for it.
 
-        ``absent``: only what it does not have already, which takes a moment to see and saves more.
+        ``epoch``: they are blocks; only what it does not have already, which takes a moment to see and saves more, and
+        nothing that is to be read past the page cache.
         """
         cuts = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
         fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
@@ -250,8 +255,14 @@ class _InFile:
             for start, stop in itertools.pairwise(cuts):
                 where = self.offset + int(indices[start]) * self.stride
                 size = (stop - start) * self.stride
-                if not absent or _disk.needed(fd, where + size // 2):
-                    os.posix_fadvise(fd, where, size, os.POSIX_FADV_WILLNEED)
+                if epoch is not None:
+                    if past_cache.suits(size, self.stride, large=self.larger_than_ram):
+                        continue
+                    cold = _disk.needed(fd, where + size // 2)
+                    past_cache.saw(epoch, cold=cold)
+                    if not cold:
+                        continue
+                os.posix_fadvise(fd, where, size, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(fd)
 
@@ -274,23 +285,58 @@ class _InFile:
             self.rows(indices, rows)
             out[places] = rows
             return
-        view = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # as below
+        flat = out.reshape(-1).view(np.uint8)
+        by_row = flat.reshape(len(out), row_bytes)
         fd = self.open(exactly=True)
         try:
             cuts = np.flatnonzero(np.diff(indices) != 1) + 1
-            runs = np.split(np.arange(len(indices)), cuts)
-            for run in runs:
-                for at in range(0, len(run), MOST_PIECES):
-                    part = run[at : at + MOST_PIECES]
-                    starts = (places[part] * row_bytes).tolist()
-                    where = self.offset + int(indices[part[0]]) * self.stride
-                    _read_pieces(fd, [view[start : start + row_bytes] for start in starts], where, self.path)
-                    if self.larger_than_ram:  # or it would push out what others need, for nothing
-                        os.posix_fadvise(fd, where, len(part) * row_bytes, os.POSIX_FADV_DONTNEED)
+            for run in np.split(np.arange(len(indices)), cuts):
+                if self._is_past(fd, indices[run], row_bytes):
+                    most = MOST_BYTES // row_bytes
+                    for part in np.split(run, range(most, len(run), most)):
+                        self._begin(indices[part], by_row, places[part])
+                else:
+                    self._through(fd, indices[run], flat, places[run])
         finally:
             os.close(fd)
         if not self.dtype.isnative:
             out[places] = out[places].byteswap()
+
+    def _is_past(self, fd: int, indices: Indices, row_bytes: int) -> bool:
+        """Whether these rows, which follow each other, are to be read past the page cache."""
+        size = len(indices) * row_bytes
+        if not self.dtype.isnative or not past_cache.wants(size, row_bytes, large=self.larger_than_ram):
+            return False
+        if _disk.needed(fd, self.offset + int(indices[0]) * self.stride + size // 2):
+            return True
+        past_cache.gone = False  # it stays by now
+        return False
+
+    def _begin(self, indices: Indices, by_row: Array, places: Indices) -> None:
+        """Begin to read rows past the page cache; ``past_cache.finish`` waits for it."""
+
+        def put(data: Array | None) -> None:
+            if data is not None:
+                by_row[places] = data.reshape(len(places), -1)
+                return
+            fd = self.open(exactly=True)
+            try:
+                self._through(fd, indices, by_row.reshape(-1), places)
+            finally:
+                os.close(fd)
+
+        past_cache.begin(self.path, self.offset + int(indices[0]) * self.stride, by_row[:1].nbytes * len(places), put)
+
+    def _through(self, fd: int, indices: Indices, out: Array, places: Indices) -> None:
+        """Rows that follow each other through the page cache to these places of the bytes of all rows."""
+        view = memoryview(out)  # type: ignore[arg-type]  # as below
+        row_bytes = self.stride
+        for at in range(0, len(indices), MOST_PIECES):
+            starts = (places[at : at + MOST_PIECES] * row_bytes).tolist()
+            where = self.offset + int(indices[at]) * self.stride
+            _read_pieces(fd, [view[start : start + row_bytes] for start in starts], where, self.path)
+            if self.larger_than_ram:  # or it would push out what others need, for nothing
+                os.posix_fadvise(fd, where, len(starts) * row_bytes, os.POSIX_FADV_DONTNEED)
 
     def rows(self, indices: Indices, out: Array) -> None:
         row_bytes = _row_bytes(out)
@@ -361,12 +407,12 @@ class _InShards:
         number = int(self.starts.searchsorted(index, "right")) - 1
         return self.files[number].is_here(index - int(self.starts[number]))
 
-    def tell(self, indices: Indices, *, absent: bool = False) -> None:
+    def tell(self, indices: Indices, *, epoch: int | None = None) -> None:
         numbers = self.starts.searchsorted(indices, "right") - 1
         cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(indices)]
         for start, stop in itertools.pairwise(cuts):
             number = int(numbers[start])
-            self.files[number].tell(indices[start:stop] - self.starts[number], absent=absent)
+            self.files[number].tell(indices[start:stop] - self.starts[number], epoch=epoch)
 
     def rows(self, indices: Indices, out: Array) -> None:
         numbers = self.starts.searchsorted(indices, "right") - 1
@@ -399,6 +445,8 @@ class _InShards:
 
 _ahead: Final = _Ahead()
 _disk: Final = _Disk()
+past_cache: Final = PastCache()
+"""Of this process."""
 
 
 def _is_here(fd: int, at: int) -> bool:
@@ -418,7 +466,11 @@ def _rows(part: _InMemory | _InFile | _InShards, indices: Indices, out: Array) -
         return
     if _ahead.begin(out.nbytes):
         part.tell(np.sort(indices))
-    part.rows(indices, out)
+    try:
+        part.rows(indices, out)
+        past_cache.finish()
+    finally:
+        past_cache.drop()
     _ahead.end()
 
 
@@ -548,25 +600,27 @@ class _ArrayReader:
             if wide is not rows:
                 store(rows, wide, leaf, _called(indices))
 
-    def tell(self, indices: Indices, *, blocks: bool) -> None:
+    def tell(self, indices: Indices, *, epoch: int | None) -> None:
         if not hasattr(os, "posix_fadvise"):
             return
         for part in self.parts:
             if not isinstance(part, _InMemory):
-                part.tell(indices, absent=blocks)
+                part.tell(indices, epoch=epoch)
 
     def scatter(
         self, indices: Indices, columns: Sequence[Array], places: Indices, leaves: Sequence[Leaf], *, told: bool
     ) -> None:
         for part, column, leaf in zip(self.parts, columns, leaves, strict=True):
             if isinstance(part, _InFile | _InShards) and leaf.dtype == leaf.stored:
-                if told:
-                    part.scatter(indices, column, places)
-                    continue
-                if _ahead.begin(len(indices) * _row_bytes(column)):
+                if not told and _ahead.begin(len(indices) * _row_bytes(column)):
                     part.tell(indices)
-                part.scatter(indices, column, places)
-                _ahead.end()
+                try:
+                    part.scatter(indices, column, places)
+                    past_cache.finish()
+                finally:
+                    past_cache.drop()
+                if not told:
+                    _ahead.end()
             else:
                 rows = np.empty((len(indices), *leaf.shape), leaf.dtype)
                 _rows(part, indices, rows)

@@ -31,6 +31,7 @@ from penstock._core.limit import RETIRED, Birth, Limit
 from penstock._core.order import mix
 from penstock._core.overdue import LOOKED, NOT_TIMED, RECORD, RECORD_BYTES
 from penstock._core.program import Program, Setup
+from penstock._core.source import past_cache
 from penstock._core.stacks import leave_words, write_when_asked
 from penstock._core.task import Failure, Grant, Reply, Status, Task
 from penstock._core.wire import decode_task, encode_reply, ident_of
@@ -153,6 +154,7 @@ def run(program: Program, worker: int, parent: int, fds: Fds, tasks: Channel, re
                 setup: Setup = rest[0]
                 context.set_worker(context.WorkerInfo(worker, setup.workers))
                 filler.configure(setup.spec, setup.rows, setup.cache, setup.text_bytes)
+                past_cache.allowed = setup.past_cache
                 if setup.growth_bytes:
                     limit = Limit(setup.growth_bytes, setup.load_bytes, birth, setup.held_bytes)
                     filler.replaceable = True
