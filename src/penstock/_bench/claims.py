@@ -144,6 +144,8 @@ CLAIMS: Final[tuple[Claim, ...]] = (
     _best("images", "penstock", 1.1, but=_TORCH),
     _ratio("images", "penstock", "share", 0.95),
     _ratio("images", "penstock", "share", 0.93),
+    _ratio("images", "penstock-auto", "share", 0.93),
+    _best("images", "penstock-auto", 1.0),
     _ratio("images", "penstock-cache", "preloaded", 0.8),
     Claim("images", "penstock-half", 1.1, "later"),
     _ratio("rows", "penstock", "torch", 15.0),

@@ -249,6 +249,28 @@ def _loops(job: Job) -> float:
     return _driven(job, CONTENDERS["loop"].open) * job.workers
 
 
+def _loop_once(job: Job, start: Any, answer: Any) -> None:
+    """Runs in a process of its own, forked, with what the job holds."""
+    start.wait()
+    answer.send(_driven(job, CONTENDERS["loop"].open))
+    answer.close()
+
+
+def _loops_together(job: Job) -> float:
+    """Loops in as many processes, each over all of it: what the workers leave each other of caches and memory."""
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(job.workers)
+    pipes = [context.Pipe(duplex=False) for _ in range(job.workers)]
+    crew = [context.Process(target=_loop_once, args=(job, start, answer)) for _, answer in pipes]
+    for process, (_, answer) in zip(crew, pipes, strict=True):
+        process.start()
+        answer.close()
+    rates = [float(question.recv()) for question, _ in pipes]
+    for process in crew:
+        process.join()
+    return sum(rates)
+
+
 def _waits(job: Job) -> float:
     """No load can be shorter than what it waits for."""
     return job.workers / job.wait_s
@@ -344,6 +366,7 @@ LIMITS: Final[dict[str, tuple[str, Callable[[Job], float]]]] = {
     "share": ("one process loading, times the workers", _share),
     "side-by-side": ("all workers loading at once, and nothing handed over", _load_together),
     "loops": ("a plain loop, times the workers", _loops),
+    "loops-together": ("as many plain loops at once, and nothing handed over", _loops_together),
     "disk": ("the cold files read in order", _disk),
     "disk-blocks": ("blocks of them at random, each row to its place in memory", _disk_blocks),
     "waits": ("the workers waiting all the time", _waits),

@@ -76,6 +76,10 @@ LOOK_S: Final = 0.05  # those who ask for numbers after every batch do not get n
 # Where a batch has more tasks than it takes to share it evenly they are made larger, though not so that a slow item
 # would hold up much.
 TASKS_A_WORKER: Final = 4
+# Every task wakes the consumer's thread, whose caches the loads have emptied: that takes some 200 us. Batches that are
+# soon done have fewer of them, as those of the next batch keep everyone busy while the last is finished.
+FEW_TASKS_A_WORKER: Final = 2
+LONG_BATCH_S: Final = 80e-3
 MOST_TASK_S: Final = 40e-3
 MANY_TASK_S: Final = 2e-3  # of a load that makes many samples at once, and is not to be called for a few
 # Loads that take long, and all as long as each other, are shared evenly with one task for everybody.
@@ -832,7 +836,8 @@ class Engine:
         if self._row_s > 0 and loaded:
             each_s = self._row_s * loaded / count
             alike = each_s >= LONG_LOAD_S and self._row_spread_s < ALIKE * self._row_s
-            even = count // ((1 if alike else TASKS_A_WORKER) * self.plan.workers)
+            parts = 1 if alike else TASKS_A_WORKER if each_s * count >= LONG_BATCH_S else FEW_TASKS_A_WORKER
+            even = count // (parts * self.plan.workers)
             size = max(int(task_s / each_s) + 1, min(even, int(MOST_TASK_S / each_s)))
             if self._many:
                 size = max(size, int(MANY_TASK_S / each_s))
