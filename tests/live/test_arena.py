@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -72,6 +74,24 @@ def test_addresses_and_offsets_are_large_pages_apart(shared: bool) -> None:
         other = Arena(shared=True, fd=arena.fd)
         assert (_address(other, offset) - offset) % LARGE == 0
     arena.close()
+
+
+@each_kind
+def test_gaps_between_other_mappings_do_not_matter(shared: bool) -> None:
+    """The system puts a mapping where it fits, which may be anywhere in a process that has been at work for a while."""
+    dice = random.Random(0)
+    others = []
+    for _ in range(200):
+        others.append(mmap.mmap(-1, dice.randrange(1, 5 * LARGE // 4 // PAGE) * PAGE))
+        if len(others) > 40:
+            others.pop(dice.randrange(len(others))).close()
+        arena = Arena(shared=shared)
+        for size in (LARGE + dice.randrange(600) * PAGE, LARGE * dice.randrange(1, 9)):
+            offset = arena.extend(size)
+            assert (_address(arena, offset) - offset) % LARGE == 0
+        arena.close()
+    for other in others:
+        other.close()
 
 
 @makes_them

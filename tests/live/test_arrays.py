@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import Feed, LoadError, SpecError
+from penstock import Blocks, Feed, LoadError, SpecError
 from tests.live.crews import batches, each_crew, feed_of
 
 X = np.arange(11 * 6, dtype=np.float32).reshape(11, 2, 3)
@@ -295,3 +295,23 @@ def test_what_cannot_be_a_column_is_refused_at_once(wrong: Any) -> None:
     """The error spoke of a collate_fn, which nobody had given."""
     with pytest.raises(penstock.SpecError, match=r"arrays\(\) got .*numbers or texts, and \.npy files by their path"):
         penstock.arrays(wrong)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"shuffle": True}, {"shuffle": Blocks(rows=2, group=6)}, {"num_workers": 2}], ids=str
+)
+def test_fields_of_a_file_may_differ_in_their_byte_order(how: dict[str, Any], tmp_path: Path) -> None:
+    """Those that are in this machine's stay as they are."""
+    form = [("a", ">i4"), ("b", "<i4"), ("c", ">f8", (3,)), ("d", [("e", "<u2"), ("f", ">u2")]), ("g", "S3")]
+    array = np.zeros((12, 2), form)
+    array["a"] = array["b"] = array["d"]["e"] = array["d"]["f"] = np.arange(24).reshape(12, 2) + 1
+    array["c"] = np.arange(72).reshape(12, 2, 3)
+    array["g"] = b"xyz"
+    np.save(tmp_path / "x.npy", array)
+    with Feed(
+        penstock.arrays([str(tmp_path / "x.npy")]), **{"batch_size": 4, "memory": "200 MiB", "num_workers": 0, **how}
+    ) as feed:
+        rows = np.concatenate([np.array(batch) for batch in feed])
+    rows = rows[np.argsort(rows["b"][:, 0])]
+    assert (rows == array.astype(rows.dtype)).all()
+    assert rows.dtype.isnative

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,69 @@ def test_nothing_is_told_to_the_system_of_what_is_read_past_it(
     past.gone = False
     file.tell(np.arange(21), epoch=0)
     assert told == [21 * ROW] * 2
+
+
+def test_where_nobody_can_tell_what_is_in_memory_nothing_is_taken_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a tmpfs, or an overlay as the root of a container is, all of it would be read from the disk in every epoch."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        _save(Path(folder, "x.npy"), 63)
+        file, _ = _header(str(Path(folder, "x.npy")))
+        with open(file.path, "rb") as opened:
+            if sources._is_here(opened.fileno(), 4096) is not None:
+                pytest.skip("here the system can tell")
+        past, disk = PastCache(), sources._Disk()
+        past.allowed = True
+        monkeypatch.setattr(sources, "past_cache", past)
+        monkeypatch.setattr(sources, "_disk", disk)
+        for epoch in (0, 1, 2):
+            file.tell(np.arange(63), epoch=epoch)
+        for _ in range(sources.ASKED_EVERY):
+            file.tell(np.arange(63), epoch=3)
+        assert disk.blind
+        assert not past.gone
+
+
+def test_the_system_is_told_of_rows_that_are_never_read_past_it(
+    tmp_path: Path, past: PastCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in the other byte order, and those that are cast."""
+    array = _save(tmp_path / "x.npy", 63, dtype=">f4")
+    told: list[int] = []
+    advise = os.posix_fadvise
+
+    def counted(fd: int, offset: int, size: int, advice: int) -> None:
+        told.extend([size] * (advice == os.POSIX_FADV_WILLNEED))
+        advise(fd, offset, size, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", counted)
+    _header(str(tmp_path / "x.npy"))[0].tell(np.arange(21), epoch=1)
+    assert told == [21 * ROW]
+    array = _save(tmp_path / "x.npy", 63)
+    source = arrays(str(tmp_path / "x.npy"))
+    leaves = source.spec().cast("float16").leaves
+    out = np.zeros((63, array.shape[1]), np.float16)
+    reader: Any = source.reader()
+    past.allowed = past.gone = True
+    reader.scatter(np.arange(63), [out], np.arange(63)[::-1], leaves, told=True)
+    assert (out[::-1] == array.astype(np.float16)).all()
+    told.clear()
+    reader.tell(np.arange(21), epoch=1)
+    assert told == [21 * ROW]
+
+
+def test_an_error_of_one_file_is_no_reason_never_to_do_it_again(tmp_path: Path, past: PastCache) -> None:
+    """A file that is gone says nothing about the file system."""
+    array = _save(tmp_path / "x.npy", 63)
+    source = arrays(str(tmp_path / "x.npy"))
+    out = np.zeros((63, array.shape[1]), np.float32)
+    reader: Any = source.reader()
+    put: list[Any] = []
+    past.begin(str(tmp_path / "gone.npy"), 0, LEAST_BYTES, put.append)
+    past.finish()
+    assert put == [None]
+    assert past._works
+    reader.scatter(np.arange(63), [out], np.arange(63), source.spec().leaves, told=True)
+    assert (out == array).all()
 
 
 @pytest.mark.parametrize(("memory", "past"), [("384 MiB", True), ("124 MiB", False)])

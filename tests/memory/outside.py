@@ -58,14 +58,38 @@ def can_limit() -> bool:
 
 
 def tree_bytes(pid: int) -> int:
-    """PSS of a process and all below it."""
+    """Memory of a process and all below it, pages that several of them map counted once."""
     below = machine.tree(pid)
-    size = sum(machine.pss_bytes(p) for p in (pid, *below))
+    size = _together((pid, *below))
     if any(_command(p) == _command(pid) for p in below):
         # For an instant between vfork and exec a child is its parent, and would be counted as if it were another.
         time.sleep(SAMPLE_S)
-        size = min(size, sum(machine.pss_bytes(p) for p in (pid, *machine.tree(pid))))
+        size = min(size, _together((pid, *machine.tree(pid))))
     return size
+
+
+def _together(pids: tuple[int, ...]) -> int:
+    """PSS, but of shared memory what its files hold: processes are looked at one after the other, and a slot that the
+    second maps after the first was looked at would count once and a half. Large pages are mapped in an instant."""
+    pss = sum(machine.pss_bytes(pid) for pid in pids)
+    held = sum(_memory_files(pids).values())
+    if not held:
+        return pss
+    own = sum(machine.own_bytes(pid) for pid in pids)
+    return min(pss, own + held)
+
+
+def _memory_files(pids: tuple[int, ...]) -> dict[tuple[int, int], int]:
+    """The bytes of each file in memory that one of them has open, by what identifies it."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{pid}/fd/{name}").startswith("/memfd:"):
+                        status = os.stat(f"/proc/{pid}/fd/{name}")
+                        found[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return found
 
 
 def _command(pid: int) -> bytes:

@@ -145,6 +145,51 @@ def test_the_least_budget_that_an_error_names_works(keywords: dict[str, object])
         assert sum(len(b.data if isinstance(b, penstock.Padded) else b) for b in feed) == 40
 
 
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A hundred megabytes in rows of 256 KiB, in this byte order and the other."""
+    folder = tmp_path_factory.mktemp("rows")
+    array = np.random.default_rng(0).integers(0, 250, (400, MiB(1) // 16)).astype("<f4")
+    for order in "<>":
+        np.save(folder / f"{ord(order)}.npy", array.astype(f"{order}f4"))
+    yield {order: str(folder / f"{ord(order)}.npy") for order in "<>"}
+    for path in folder.iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize("shuffle", [True, penstock.Blocks(), penstock.Blocks(size="16 MiB")], ids=repr)
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_files_of_a_source_keep_to_the_least_budget(
+    order: str, method: str, shuffle: object, rows: dict[str, str]
+) -> None:
+    """No worker was measured before the plan, interpreters that wait are not free, and nor are copies of a block."""
+    keywords: dict[str, object] = {"batch_size": 4, "num_workers": 2, "start_method": method, "shuffle": shuffle}
+    source = penstock.arrays([rows[order]])
+    with pytest.raises(BudgetError) as caught, Feed(source, memory="1 MiB", **keywords) as feed:  # type: ignore[arg-type]
+        feed.plan  # noqa: B018 - planning is what fails
+    for memory in (caught.value.least, caught.value.least + MiB(140)):
+        with Feed(source, memory=memory, **keywords) as feed:  # type: ignore[arg-type]
+            for _ in range(2):
+                assert sum(len(batch) for batch in feed) == 400
+            assert not any("0 B" in note for note in feed.plan.notes)
+            assert feed.stats.peak_bytes <= memory
+
+
+def test_what_forked_workers_share_with_this_process_is_not_theirs(rows: dict[str, str]) -> None:
+    """A model that was here before the feed is no memory of the feed."""
+    model = np.ones(MiB(500) // 8)
+    keywords: dict[str, object] = {"batch_size": 4, "num_workers": 2, "start_method": "fork", "memory": "256 MiB"}
+    with Feed(penstock.arrays([rows["<"]]), **keywords) as feed:  # type: ignore[arg-type]
+        assert sum(len(batch) for batch in feed) == 400
+        assert 0 < feed.stats.worker_bytes < MiB(100)
+        assert feed.stats.peak_bytes <= MiB(256)
+        model += 1  # from now on there are two of them, and one is the feed's
+        assert feed._engine is not None
+        feed._engine._measure(now=True)
+        assert feed.stats.worker_bytes > MiB(500)
+
+
 def test_small_samples_need_little(tmp_path: Path) -> None:
     """64 MiB are enough for a crew of processes: a worker that loads with numpy only is lean."""
     with Feed(range(4000), cases.load_path_of, batch_size=64, memory="64 MiB", num_workers=2) as feed:

@@ -36,7 +36,7 @@ _COLLAPSE: Final = 25  # MADV_COLLAPSE of Linux 6.1, which has none either
 # moves others' pages about, and small ones are the better choice.
 MOST_COLLAPSE_S: Final = 20e-3
 _MOST_LARGE_PAGE: Final = 32 * 2**20  # that of some processors is half a gigabyte
-_TRIES: Final = 4
+_TRIES: Final = 64  # each fills a gap between other mappings, of which a process with large libraries has some
 
 
 def can_share() -> bool:
@@ -204,17 +204,27 @@ def _map(fd: int, size: int, offset: int) -> mmap.mmap:
 
     Python cannot say where a mapping is to be. The system puts it at the end of a gap, so that one that is longer
     begins so much earlier; what lies behind ``size`` is used by nobody. The file has to be long enough (``_slack``).
+    One that is not right stays until there is another, which then lies right below it, or in a larger gap.
     """
     page = large_page_bytes() if size >= large_page_bytes() else PAGE
-    more = tries = 0
+    wrong: list[mmap.mmap] = []
+    more = 0
     while True:
-        mapping = mmap.mmap(fd, size + more, offset=offset) if fd >= 0 else mmap.mmap(-1, size + more)
-        past = (ctypes.addressof(ctypes.c_char.from_buffer(mapping)) - offset) % page
-        tries += 1
-        if not past or tries == _TRIES:
-            return mapping
-        mapping.close()
-        more = (more + past) % page
+        try:
+            mapping = mmap.mmap(fd, size + more, offset=offset) if fd >= 0 else mmap.mmap(-1, size + more)
+        except OSError:  # a limit of addresses, perhaps: it does without large pages
+            if not wrong:
+                raise
+            mapping = wrong.pop()
+            break
+        at = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        if not (at - offset) % page or len(wrong) == _TRIES - 1:
+            break
+        wrong.append(mapping)
+        more = (at - size - offset) % page
+    for other in wrong:
+        other.close()
+    return mapping
 
 
 def _slack() -> int:

@@ -1225,11 +1225,8 @@ class Engine:
         if self._kept is not None:
             stats.worker_bytes = self._with_kept(self._kept.bytes)
             self._look_at_excess()
-        risen = []
-        for pid in self.crew.pids():
-            own, most = machine.peak_own_bytes(pid)
-            stats.worker_bytes += own
-            risen.append(most - own)
+        own, risen = machine.crew_bytes(self.crew.pids(), forked=getattr(self.crew, "forked", False))
+        stats.worker_bytes += own
         # What each rose to in between is known, whether together is not: one surely did, of the others half is counted.
         most_risen = max(risen, default=0)
         used = stats.arena_bytes + stats.worker_bytes + stats.cache_bytes + stats.other_bytes

@@ -25,7 +25,7 @@ from penstock._core.cache import Store
 from penstock._core.cache_device import DeviceStore
 from penstock._core.cache_disk import OtherWidths
 from penstock._core.choice import Threads, choose
-from penstock._core.crew import Crew, process_crew
+from penstock._core.crew import Crew, portable_only, process_crew
 from penstock._core.crew.inline import InlineCrew
 from penstock._core.crew.threads import ThreadCrew
 from penstock._core.delivery import Delivery, arriving, device_dtypes, device_row_bytes
@@ -44,6 +44,7 @@ from penstock._core.plan import (
     LEAN_WORKER_BYTES,
     PARENT_BYTES,
     SLACK_BYTES,
+    SPAWNED_WORKER_BYTES,
     TEMPLATE_BYTES,
     Executor,
     Footprint,
@@ -185,7 +186,9 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
                 if options.source is not None and program.reader is None:  # rows need not be sent any more
                     planner.program = program = dataclasses.replace(program, reader=_reader(options, options.source))
                 crew = ThreadCrew(program)
-            plan, spares = _with_spares(plan, probe) if getattr(crew, "starts_slowly", False) else (plan, 0)
+            spares = 0
+            if getattr(crew, "starts_slowly", False):
+                plan, spares = _with_spares(plan, planner.process_bytes(probe))
             # What the plan leaves is given to those who may turn out to need more: workers whose loads differ, and half
             # of it to slots whose batches do.
             spare = plan.free_bytes // 2 if program.collate is not None else 0
@@ -214,7 +217,8 @@ def launch(options: Options, schedule: Schedule, stats: Stats, *, epoch: int, ba
         )
         engine.stats = stats
         others = spare + engine.own_bytes
-        growth = plan.worker_bytes - probe.process_bytes + (plan.free_bytes - others) // max(1, plan.workers)
+        idle = planner.process_bytes(probe) if plan.executor == "process" else probe.process_bytes
+        growth = plan.worker_bytes - idle + (plan.free_bytes - others) // max(1, plan.workers)
         # A worker that collates holds the samples of a batch and the result.
         load_bytes = probe.load_bytes - held + (2 * plan.batch_bytes if program.mode is Mode.WHOLE else 0)
         kept = None if engine.cache is None else engine.cache.form
@@ -261,10 +265,10 @@ def _within_text(probe: Probe, options: Options, schedule: Schedule) -> Probe:
     return dataclasses.replace(probe, packed_bytes=min(probe.packed_bytes, most))
 
 
-def _with_spares(plan: Plan, probe: Probe) -> tuple[Plan, int]:
+def _with_spares(plan: Plan, process_bytes: int) -> tuple[Plan, int]:
     """The plan with more processes, that wait to take the place of a worker, if what is left is enough; how many."""
-    each = int(probe.process_bytes * MEASURED_SLACK)
-    count = min(MOST_SPARES, plan.free_bytes // max(1, SPARE_LEAVES * each))
+    each = int(process_bytes * MEASURED_SLACK)
+    count = min(MOST_SPARES, plan.free_bytes // (SPARE_LEAVES * each))
     if not count:
         return plan, 0
     many = "one more process" if count == 1 else f"{count} more processes"
@@ -349,7 +353,8 @@ def _too_small(options: Options) -> bool:
 
 def _peak_bytes(crew: Crew) -> int:
     """What the processes of a crew took that was made only to try loads."""
-    return sum(machine.peak_own_bytes(pid)[1] for pid in crew.pids())
+    own, risen = machine.crew_bytes(crew.pids(), forked=getattr(crew, "forked", False))
+    return own + sum(risen)
 
 
 def _obstacle(options: Options) -> str | None:
@@ -561,7 +566,11 @@ class _Planner:
         each, batch_size = self._options.each or 1, self._options.batch_size
         assert batch_size != "max"
         fewest = max(CREW_BYTES, 1 << max(0, crew_bytes - 1).bit_length())
-        room = min((memory - CREW_BYTES) * GROUP_EIGHTHS // 8, (memory - PARENT_BYTES - fewest) // 2)
+        groups = 2
+        eighths = GROUP_EIGHTHS
+        if self.program.skips:  # one of which something is left out is put together anew, in memory of its own
+            groups, eighths = 3, GROUP_EIGHTHS - 1
+        room = min((memory - CREW_BYTES) * eighths // 8, (memory - PARENT_BYTES - fewest) // groups)
         room = max(room, memory // LEAST_GROUP_SHARE)
         batch = max(1, batch_size // each)
         item_bytes = self._reckoned(probe) + NAMED * self._name_bytes
@@ -585,6 +594,11 @@ class _Planner:
             idle = LEAN_WORKER_BYTES + TEMPLATE_BYTES
         return idle + probe.load_bytes + self._block_bytes(probe, rows) + SLACK_BYTES
 
+    def process_bytes(self, probe: Probe) -> int:
+        """What an idle worker process takes: as measured, or assumed if none was."""
+        spawned = self._options.start_method == "spawn" or portable_only()
+        return probe.process_bytes or (SPAWNED_WORKER_BYTES if spawned else LEAN_WORKER_BYTES)
+
     def solve(self, probe: Probe, crew: Crew | None) -> tuple[Plan, int]:
         """The plan, and the bytes of a slot; BudgetError if there is none."""
         options, program = self._options, self.program
@@ -605,7 +619,7 @@ class _Planner:
         footprint = Footprint(
             leaf_row_bytes=rows,
             load_bytes=probe.load_bytes + (0 if mixing is None else self._block_bytes(probe, mixing.rows)),
-            process_bytes=probe.process_bytes or (LEAN_WORKER_BYTES if processes else 0),
+            process_bytes=self.process_bytes(probe) if processes else probe.process_bytes,
             template_bytes=TEMPLATE_BYTES if later else getattr(crew, "template_bytes", 0) if crew is not None else 0,
             load_s=probe.load_s,
             cpu_s=probe.cpu_s,

@@ -19,7 +19,7 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -216,6 +216,21 @@ def peak_own_bytes(pid: int, *, root: str = "/") -> tuple[int, int]:
     risen = _kib(status, "VmHWM") - _kib(status, "RssAnon", "RssFile", "RssShmem")
     reset_peak(pid, root=root)
     return own, own + max(0, risen)
+
+
+def crew_bytes(pids: Sequence[int], *, forked: bool, root: str = "/") -> tuple[int, list[int]]:
+    """``own_bytes`` of processes together, and by how much each had risen above that since the last call.
+
+    ``forked``: from this process. What they still share with it is this process's, but counted with each in proportion.
+    """
+    both = [peak_own_bytes(pid, root=root) for pid in pids]
+    own = sum(now for now, _ in both)
+    if forked:
+        text = _smaps(root, os.getpid())
+        # Of what others have a part of, too, this is theirs. They may be others than these.
+        lent = max(0, _kib(text, "Anonymous") - _kib(text, "Pss_Anon"))
+        own = max(own - lent, min(own, sum(private_bytes(pid, root=root) for pid in pids)))
+    return own, [most - now for now, most in both]
 
 
 def anon_bytes(pid: int, *, root: str = "/") -> int:

@@ -11,6 +11,7 @@ read through the cache all the same, so that it can be seen when they begin to s
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections import deque
@@ -24,7 +25,7 @@ from penstock._core.arena import private
 from penstock._core.copying import Begun, Hands
 from penstock._core.layout import PAGE
 
-__all__ = ["HELD_BYTES", "MOST_BYTES", "PastCache"]
+__all__ = ["HELD_BYTES", "LEAST_BYTES", "MOST_BYTES", "PastCache"]
 
 MOST_BYTES: Final = 4 * 2**20  # of a read
 AT_ONCE: Final = 3  # reads of a worker: others are under way while one is put where it belongs
@@ -136,8 +137,8 @@ class _Read:
                 count = os.preadv(fd, [memoryview(self.buffer)[: end - first]], first)
             finally:
                 os.close(fd)
-        except OSError:  # the file system cannot do it; whatever else it is, is told when it is read as usual
-            self.refused = True
+        except OSError as error:  # whatever it is, is told when it is read as usual
+            self.refused = error.errno in (errno.EINVAL, errno.EOPNOTSUPP)  # the file system cannot do it
             return
         if count >= at + self._size:
             whole: Any = np.frombuffer(self.buffer, np.uint8)

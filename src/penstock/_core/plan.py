@@ -29,6 +29,7 @@ __all__ = [
     "QUICK_GROUP_S",
     "QUICK_LOAD_S",
     "SLACK_BYTES",
+    "SPAWNED_WORKER_BYTES",
     "TEMPLATE_BYTES",
     "THREAD_BYTES",
     "Executor",
@@ -51,6 +52,7 @@ PARENT_BYTES: Final = 4 * 2**20
 # Private memory of a worker and of the template, assumed when nothing was measured: an interpreter with numpy, the
 # worker's pages being mostly shared with the template it was forked from.
 LEAN_WORKER_BYTES: Final = 12 * 2**20
+SPAWNED_WORKER_BYTES: Final = 26 * 2**20  # a worker that is an interpreter of its own, and shares nothing
 TEMPLATE_BYTES: Final = 24 * 2**20
 # The touched part of a thread's stack, and its share of malloc's arenas.
 THREAD_BYTES: Final = 256 * 2**10

@@ -36,7 +36,7 @@ import optree
 
 from penstock._core import machine
 from penstock._core.errors import SpecError, shown
-from penstock._core.past_cache import MOST_BYTES, PastCache
+from penstock._core.past_cache import LEAST_BYTES, MOST_BYTES, PastCache
 from penstock._core.spec import NAMESPACE, Array, Leaf, Spec, as_array, flatten, store
 
 __all__ = ["Arrays", "Reader", "Row", "Scatters", "Source", "Unread", "arrays", "past_cache", "read_exactly"]
@@ -46,6 +46,7 @@ Indices = npt.NDArray[np.int64]
 AHEAD_BYTES: Final = 256 * 2**10  # less than that is read in one go anyway
 WARM_BYTES_A_S: Final = 3e9  # no disk is that fast, and hardly a page cache that slow
 MOST_PIECES: Final = 1024  # the kernel's limit for one read
+SWAPPED_BYTES: Final = 128 * 2**10  # rows of another byte order that are put right at a time: a copy of them is made
 ASKED_EVERY: Final = 8  # blocks, while they come from the disk: to see that they do no longer
 
 
@@ -181,14 +182,18 @@ class _Disk:
     """
 
     def __init__(self) -> None:
+        self.blind = False
+        """Whether a file system did not say: that blocks seem to be gone again means nothing."""
         self._cold = True
-        self._asked = 0
+        self._asked = -1  # the first time it is asked
 
     def needed(self, fd: int, middle: int) -> bool:
         """Of a block, by the byte in its middle: its first and last page may have been read with its neighbours."""
         self._asked += 1
         if not self._cold or self._asked % ASKED_EVERY == 0:
-            self._cold = not _is_here(fd, middle)
+            here = _is_here(fd, middle)
+            self.blind = self.blind or here is None
+            self._cold = not here
         return self._cold
 
     def needed_for(self, part: _InFile | _InShards, indices: Indices) -> bool:
@@ -256,10 +261,10 @@ class _InFile:
                 where = self.offset + int(indices[start]) * self.stride
                 size = (stop - start) * self.stride
                 if epoch is not None:
-                    if past_cache.suits(size, self.stride, large=self.larger_than_ram):
+                    if self.dtype.isnative and past_cache.suits(size, self.stride, large=self.larger_than_ram):
                         continue
                     cold = _disk.needed(fd, where + size // 2)
-                    past_cache.saw(epoch, cold=cold)
+                    past_cache.saw(epoch, cold=cold and not _disk.blind)
                     if not cold:
                         continue
                 os.posix_fadvise(fd, where, size, os.POSIX_FADV_WILLNEED)
@@ -271,7 +276,7 @@ class _InFile:
         fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-            return _is_here(fd, self.offset + index * self.stride + self.stride // 2)
+            return bool(_is_here(fd, self.offset + index * self.stride + self.stride // 2))
         finally:
             os.close(fd)
 
@@ -300,7 +305,13 @@ class _InFile:
         finally:
             os.close(fd)
         if not self.dtype.isnative:
-            out[places] = out[places].byteswap()
+            few = max(1, SWAPPED_BYTES // row_bytes)
+            for at in range(0, len(places), few):
+                some = places[at : at + few]
+                rows = out[some] if few > 1 else out[some[0] : some[0] + 1]
+                _to_native(rows, self.dtype)
+                if few > 1:
+                    out[some] = rows
 
     def _is_past(self, fd: int, indices: Indices, row_bytes: int) -> bool:
         """Whether these rows, which follow each other, are to be read past the page cache."""
@@ -356,7 +367,7 @@ class _InFile:
         finally:
             os.close(fd)
         if not self.dtype.isnative:
-            out.byteswap(inplace=True)
+            _to_native(out, self.dtype)
 
 
 class _InShards:
@@ -449,15 +460,27 @@ past_cache: Final = PastCache()
 """Of this process."""
 
 
-def _is_here(fd: int, at: int) -> bool:
-    """Whether the page with this byte is in the page cache; if nobody can tell, it is taken not to be."""
+def _is_here(fd: int, at: int) -> bool | None:
+    """Whether the page with this byte is in the page cache; None if nobody can tell, as on an overlay or a tmpfs."""
     if not hasattr(os, "RWF_NOWAIT"):
-        return False
+        return None
     try:
         os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
+
+
+def _to_native(rows: Array, stored: np.dtype[Any]) -> None:
+    """Put bytes in this machine's order that came from a file in that of its dtype; fields may differ in it."""
+    base = stored.base
+    if base.fields is not None:
+        for name in base.names or ():
+            _to_native(rows[name], base.fields[name][0])
+    elif not base.isnative:
+        rows.byteswap(inplace=True)
 
 
 def _rows(part: _InMemory | _InFile | _InShards, indices: Indices, out: Array) -> None:
@@ -623,6 +646,8 @@ class _ArrayReader:
                     _ahead.end()
             else:
                 rows = np.empty((len(indices), *leaf.shape), leaf.dtype)
+                if not isinstance(part, _InMemory) and rows.nbytes >= LEAST_BYTES:
+                    past_cache.allowed = False  # it comes through the cache, and the system is to be told of it
                 _rows(part, indices, rows)
                 if leaf.dtype == leaf.stored:
                     column[places] = rows

@@ -224,6 +224,11 @@ class ProcessCrew:
         return [self._template_pid, *self._pids.values(), *self._spares] if self._template_fd >= 0 else []
 
     @property
+    def forked(self) -> bool:
+        """Whether its processes share the memory of this one."""
+        return self._method == "fork"
+
+    @property
     def starts_slowly(self) -> bool:
         """Whether a new worker is a fresh interpreter, so that it is worth having some ready."""
         return self._method == "spawn"
