@@ -17,7 +17,8 @@ import pytest
 
 from penstock import Feed
 from penstock._core import arena as arenas
-from penstock._core.arena import CONTROL_BYTES, Arena, large_page_bytes
+from penstock._core.arena import CONTROL_BYTES, AnyArena, Arena, large_page_bytes
+from penstock._core.arena_named import NamedArena
 from penstock._core.layout import PAGE
 
 LARGE = large_page_bytes()
@@ -121,6 +122,25 @@ def test_memory_that_was_given_back_is_gone(shared: bool) -> None:
     before = arena.resident_bytes()
     arena.discard(offset, LARGE // 2)
     assert before - arena.resident_bytes() == LARGE // 2
+    arena.close()
+
+
+@pytest.mark.parametrize("kind", [lambda: Arena(shared=True), NamedArena], ids=["one file", "segments"])
+def test_how_much_was_there_before_something_was_given_back(kind: Any) -> None:
+    """Whoever looks now and then learns of the most in between, and of what processes no longer have mapped."""
+    arena: AnyArena = kind()
+    size = 2**20
+    offsets = [arena.extend(size) for _ in range(3)]
+    for offset in offsets:
+        mapping, start = arena.window(offset, size)
+        mapping[start : start + size] = bytes(size)
+    full = arena.resident_bytes()
+    assert full >= 3 * size
+    assert (arena.most_bytes, arena.returned_bytes) == (0, 0)
+    arena.discard(offsets[0], size)
+    arena.discard(offsets[2], size)
+    assert arena.most_bytes == full
+    assert arena.returned_bytes == full - arena.resident_bytes() >= 2 * size - 4 * PAGE
     arena.close()
 
 

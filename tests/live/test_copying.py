@@ -39,6 +39,10 @@ def test_no_more_threads_than_cores_and_never_many() -> None:
         hands.share(64, lambda *_: None)
         assert sum(thread.name == "penstock-copy" for thread in threading.enumerate()) == expected
         hands.close()
+    hands = Hands(1, helpers=MOST_HANDS + 2)  # those who wait for a disk
+    hands.share(64, lambda *_: None)
+    assert sum(thread.name == "penstock-copy" for thread in threading.enumerate()) == MOST_HANDS + 2
+    hands.close()
 
 
 def test_another_thread_takes_a_part_while_this_one_is_at_it() -> None:

@@ -47,6 +47,9 @@ def can_share() -> bool:
 class AnyArena(Protocol):
     """Where slots lie: this file's arena, or the one of segments with names."""
 
+    most_bytes: int
+    returned_bytes: int
+
     def extend(self, size: int) -> int: ...
     def window(self, offset: int, size: int) -> tuple[Any, int]: ...
     def discard(self, offset: int, size: int) -> None: ...
@@ -76,6 +79,10 @@ class Arena:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self.fd = fd
         self.size = 0
+        self.most_bytes = 0
+        """Resident, whenever something was about to be discarded; whoever looks sets it, and the next, back to 0."""
+        self.returned_bytes = 0
+        """Of discarded memory that was shared: as long as it was there, it was mapped by others, too."""
         if self._owner:
             self.extend(CONTROL_BYTES)
 
@@ -111,7 +118,10 @@ class Arena:
         if (page := self.page_bytes) > PAGE:  # nor does a neighbour bring them back
             self._large.update(range(offset // page * page, offset + size, page))
         if self.fd is not None:
+            before = self.resident_bytes()
             _punch(self.fd, offset, size)
+            self.most_bytes = max(self.most_bytes, before)
+            self.returned_bytes += max(0, before - self.resident_bytes())
         elif hasattr(mmap, "MADV_REMOVE"):  # not DONTNEED, which keeps what is in a mapping that could be shared
             mapping, start = self.window(offset, size)
             mapping.madvise(mmap.MADV_REMOVE, start, size)

@@ -64,6 +64,10 @@ class NamedArena:
         self._there: dict[int, tuple[Segment, mmap.mmap]] = {}  # by where they start
         self._end = 0
         self._named = 0  # the first of the log that may still have its name
+        self.most_bytes = 0
+        """Resident, whenever something was about to be discarded; whoever looks sets it, and the next, back to 0."""
+        self.returned_bytes = 0
+        """Of discarded memory: as long as it was there, it was mapped by others, too."""
         if attached is None:
             self.extend(CONTROL_BYTES)
         else:
@@ -92,6 +96,7 @@ class NamedArena:
 
         A part of a segment can only be given back on Linux; elsewhere it stays until the arena is closed.
         """
+        before = self.resident_bytes()
         segment, mapping = self._there.get(offset, (None, None))
         if segment is not None and segment.size == size:
             del self._there[offset]
@@ -99,6 +104,8 @@ class NamedArena:
         elif hasattr(mmap, "MADV_REMOVE"):
             mapping, start = self.window(offset, size)
             mapping.madvise(mmap.MADV_REMOVE, start, size)
+        self.most_bytes = max(self.most_bytes, before)
+        self.returned_bytes += max(0, before - self.resident_bytes())
 
     def enlarge_pages(self, offset: int, size: int) -> None:
         """Nothing: where this arena is used, pages are what they are."""

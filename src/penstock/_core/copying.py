@@ -62,10 +62,13 @@ class Begun:
 class Hands:
     """Does something with numbered rows, some of them in each of several threads; the caller's is one of them."""
 
-    def __init__(self, cores: int, *, stack_bytes: int = 0) -> None:
-        """``stack_bytes``: of each of the threads, where the memory of this process is limited; 0: as usual."""
+    def __init__(self, cores: int, *, helpers: int | None = None, stack_bytes: int = 0) -> None:
+        """As many as there are cores, up to what memory gives; ``helpers``: so many beside the caller's instead.
+
+        ``stack_bytes``: of each of the threads, where the memory of this process is limited; 0: as usual.
+        """
         self._stack_bytes = stack_bytes
-        self._helpers = max(0, min(cores, MOST_HANDS) - 1)
+        self._helpers = max(0, min(cores, MOST_HANDS) - 1) if helpers is None else helpers
         self._jobs: queue.SimpleQueue[Begun | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -77,7 +80,7 @@ class Hands:
     def begin(self, count: int, do: Part) -> Begun:
         """The same without waiting: the others begin, if there are any by now, and ``finish`` sees to the rest."""
         begun = Begun(count, min(count, PARTS_A_HAND * (len(self._threads) + 1)), do)
-        for _ in self._threads:
+        for _ in range(min(begun.parts, len(self._threads))):
             self._jobs.put(begun)
         return begun
 

@@ -1227,10 +1227,15 @@ class Engine:
             self._look_at_excess()
         own, risen = machine.crew_bytes(self.crew.pids(), forked=getattr(self.crew, "forked", False))
         stats.worker_bytes += own
+        # What was in slots that are gone since is counted once, not with every worker that had it mapped.
+        arena = self.crew.arena
+        fallen = max(0, arena.most_bytes - counted - stats.arena_bytes)
+        risen = [max(0, size - arena.returned_bytes) for size in risen]
+        arena.most_bytes = arena.returned_bytes = 0
         # What each rose to in between is known, whether together is not: one surely did, of the others half is counted.
         most_risen = max(risen, default=0)
         used = stats.arena_bytes + stats.worker_bytes + stats.cache_bytes + stats.other_bytes
-        together = used + most_risen + (sum(risen) - most_risen) // 2
+        together = used + fallen + most_risen + (sum(risen) - most_risen) // 2
         # A worker that was replaced is not there any more, and was as large as it says.
         stats.peak_bytes = max(stats.peak_bytes, together, used + self.crew.retired_bytes)
         self.crew.retired_bytes = 0

@@ -11,8 +11,8 @@ read through the cache all the same, so that it can be seen when they begin to s
 
 from __future__ import annotations
 
+import ctypes
 import errno
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable
@@ -27,13 +27,13 @@ from penstock._core.layout import PAGE
 
 __all__ = ["HELD_BYTES", "LEAST_BYTES", "MOST_BYTES", "PastCache"]
 
-MOST_BYTES: Final = 4 * 2**20  # of a read
-AT_ONCE: Final = 3  # reads of a worker: others are under way while one is put where it belongs
+AT_ONCE: Final = 6  # reads of a worker: a disk has as many under way as it can, while one is put where it belongs
+BUFFER_BYTES: Final = 2 * 2**20  # of a read: a large page, which the disk gets in one piece
+MOST_BYTES: Final = BUFFER_BYTES - 2 * PAGE  # as it begins and ends with a page
 LEAST_BYTES: Final = 2**20  # less is better read ahead by the system, many at a time
 THROUGH_EVERY: Final = 32  # one block of so many goes through the page cache
 _STACK_BYTES: Final = 512 * 2**10  # of a thread that reads
-_BUFFER_BYTES: Final = MOST_BYTES + 2 * PAGE  # a read begins and ends with a page
-HELD_BYTES: Final = AT_ONCE * (_BUFFER_BYTES + _STACK_BYTES)
+HELD_BYTES: Final = (AT_ONCE + 1) * BUFFER_BYTES + AT_ONCE * _STACK_BYTES  # one more, so that they can lie right
 """What a worker has to hold for them."""
 
 Data = npt.NDArray[np.uint8]
@@ -49,7 +49,7 @@ class PastCache:
         """Whether blocks that were read before were not there when they were wanted again."""
         self._works = hasattr(os, "O_DIRECT")
         self._hands: Hands | None = None
-        self._buffers: list[mmap.mmap] = []  # that nobody reads into
+        self._buffers: list[memoryview] | None = None  # that nobody reads into
         self._under_way: deque[_Read] = deque()
         self._first: int | None = None
         self._count = 0
@@ -60,14 +60,13 @@ class PastCache:
             self._first = epoch
         self.gone = cold and (self.gone or epoch > self._first)
 
-    def suits(self, size: int, row_bytes: int, *, large: bool) -> bool:
+    def suits(self, size: int, *, large: bool) -> bool:
         """Whether blocks of so many bytes are read so; ``large``: their files do not fit into memory."""
-        useful = self.allowed and self._works and (large or self.gone)
-        return useful and size >= LEAST_BYTES and row_bytes <= MOST_BYTES
+        return self.allowed and self._works and (large or self.gone) and size >= LEAST_BYTES
 
-    def wants(self, size: int, row_bytes: int, *, large: bool) -> bool:
+    def wants(self, size: int, *, large: bool) -> bool:
         """The same for one that is read now."""
-        if not self.suits(size, row_bytes, large=large):
+        if not self.suits(size, large=large):
             return False
         self._count += 1
         return large or self._count % THROUGH_EVERY != 0
@@ -80,15 +79,15 @@ class PastCache:
         if len(self._under_way) == AT_ONCE:
             self._take(self._under_way.popleft())
         if self._hands is None:
-            self._hands = Hands(AT_ONCE + 1, stack_bytes=_STACK_BYTES)
+            self._hands = Hands(1, helpers=AT_ONCE, stack_bytes=_STACK_BYTES)
             self._hands.start()
-        try:
-            buffer = self._buffers.pop() if self._buffers else private(_BUFFER_BYTES)
-        except OSError:
+        if self._buffers is None:
+            self._buffers = _buffers()
+        if not self._buffers:  # there is no memory for them
             self._works = False
             then(None)
             return
-        read = _Read(path, offset, size, buffer, then)
+        read = _Read(path, offset, size, self._buffers.pop(), then)
         read.begun = self._hands.begin(1, read)
         self._under_way.append(read)
 
@@ -106,6 +105,7 @@ class PastCache:
 
     def _take(self, read: _Read) -> None:
         assert self._hands is not None
+        assert self._buffers is not None
         assert read.begun is not None
         self._hands.finish(read.begun)
         self._works = self._works and not read.refused
@@ -120,7 +120,7 @@ class _Read:
     """One of them."""
 
     def __init__(
-        self, path: str, offset: int, size: int, buffer: mmap.mmap, then: Callable[[Data | None], None]
+        self, path: str, offset: int, size: int, buffer: memoryview, then: Callable[[Data | None], None]
     ) -> None:
         self._path, self._offset, self._size = path, offset, size
         self.buffer, self.then = buffer, then
@@ -134,7 +134,7 @@ class _Read:
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
             try:
-                count = os.preadv(fd, [memoryview(self.buffer)[: end - first]], first)
+                count = os.preadv(fd, [self.buffer[: end - first]], first)
             finally:
                 os.close(fd)
         except OSError as error:  # whatever it is, is told when it is read as usual
@@ -143,3 +143,14 @@ class _Read:
         if count >= at + self._size:
             whole: Any = np.frombuffer(self.buffer, np.uint8)
             self.data = whole[at : at + self._size]
+
+
+def _buffers() -> list[memoryview]:
+    """Each of them a large page where the system has some; none where it has no memory."""
+    try:
+        block = private((AT_ONCE + 1) * BUFFER_BYTES)
+    except OSError:
+        return []
+    first = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % BUFFER_BYTES
+    whole = memoryview(block)[first : first + AT_ONCE * BUFFER_BYTES]
+    return [whole[at : at + BUFFER_BYTES] for at in range(0, len(whole), BUFFER_BYTES)]

@@ -261,7 +261,7 @@ class _InFile:
                 where = self.offset + int(indices[start]) * self.stride
                 size = (stop - start) * self.stride
                 if epoch is not None:
-                    if self.dtype.isnative and past_cache.suits(size, self.stride, large=self.larger_than_ram):
+                    if self.dtype.isnative and past_cache.suits(size, large=self.larger_than_ram):
                         continue
                     cold = _disk.needed(fd, where + size // 2)
                     past_cache.saw(epoch, cold=cold and not _disk.blind)
@@ -297,9 +297,7 @@ class _InFile:
             cuts = np.flatnonzero(np.diff(indices) != 1) + 1
             for run in np.split(np.arange(len(indices)), cuts):
                 if self._is_past(fd, indices[run], row_bytes):
-                    most = MOST_BYTES // row_bytes
-                    for part in np.split(run, range(most, len(run), most)):
-                        self._begin(indices[part], by_row, places[part])
+                    self._begin_all(indices[run], by_row, places[run])
                 else:
                     self._through(fd, indices[run], flat, places[run])
         finally:
@@ -316,15 +314,24 @@ class _InFile:
     def _is_past(self, fd: int, indices: Indices, row_bytes: int) -> bool:
         """Whether these rows, which follow each other, are to be read past the page cache."""
         size = len(indices) * row_bytes
-        if not self.dtype.isnative or not past_cache.wants(size, row_bytes, large=self.larger_than_ram):
+        if not self.dtype.isnative or not past_cache.wants(size, large=self.larger_than_ram):
             return False
         if _disk.needed(fd, self.offset + int(indices[0]) * self.stride + size // 2):
             return True
         past_cache.gone = False  # it stays by now
         return False
 
-    def _begin(self, indices: Indices, by_row: Array, places: Indices) -> None:
-        """Begin to read rows past the page cache; ``past_cache.finish`` waits for it."""
+    def _begin_all(self, indices: Indices, by_row: Array, places: Indices) -> None:
+        """Begin to read rows that follow each other past the page cache; ``past_cache.finish`` waits for it."""
+        most = max(1, MOST_BYTES // self.stride)
+        for at in range(0, len(indices), most):
+            few, where = places[at : at + most], self.offset + int(indices[at]) * self.stride
+            for start in range(0, self.stride, MOST_BYTES):  # one, unless a row is larger than a read
+                end = min(start + MOST_BYTES, self.stride)
+                self._begin(where + start, by_row[:, start:end], few)
+
+    def _begin(self, where: int, by_row: Array, places: Indices) -> None:
+        """One read, of rows or of a part of one."""
 
         def put(data: Array | None) -> None:
             if data is not None:
@@ -332,11 +339,13 @@ class _InFile:
                 return
             fd = self.open(exactly=True)
             try:
-                self._through(fd, indices, by_row.reshape(-1), places)
+                views = [memoryview(by_row[place]) for place in places]
+                for at in range(0, len(views), MOST_PIECES):
+                    _read_pieces(fd, views[at : at + MOST_PIECES], where + at * by_row.shape[1], self.path)
             finally:
                 os.close(fd)
 
-        past_cache.begin(self.path, self.offset + int(indices[0]) * self.stride, by_row[:1].nbytes * len(places), put)
+        past_cache.begin(self.path, where, by_row.shape[1] * len(places), put)
 
     def _through(self, fd: int, indices: Indices, out: Array, places: Indices) -> None:
         """Rows that follow each other through the page cache to these places of the bytes of all rows."""
