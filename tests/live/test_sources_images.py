@@ -155,6 +155,33 @@ def test_a_picture_is_turned_as_its_exif_says(orientation: int, kind: str, tmp_p
         assert np.abs(came - np.asarray(like)).mean() < 6, fit
 
 
+@pytest.mark.parametrize(
+    "before",
+    [b"\xff\xfe\x00\x06Exif", b"\xff\xff\xff\xfe\x00\x02", (b"\xff\xe2\xff\xff" + bytes(65533)) * 3],
+    ids=["a comment that looks like it", "fill bytes", "three large segments"],
+)
+def test_exif_is_found_behind_other_segments_of_a_jpeg(before: bytes, tmp_path: Path) -> None:
+    """Cameras write their profiles and previews where they like."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = tmp_path / "turned.jpg"
+    picture(1, 48, 80).save(path, exif=exif, quality=95)
+    data = path.read_bytes()
+    at = data.index(b"\xff\xe1")
+    path.write_bytes(data[:at] + before + data[at:])
+    expected = shown(path)
+    assert expected.shape == (80, 48, 3)
+    np.testing.assert_array_equal(only(path, (80, 48)), expected)
+
+
+def test_bytes_in_a_picture_that_look_like_exif_do_not_turn_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    picture(1, 48, 80).save(
+        path, quality=95, comment=b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0"
+    )
+    np.testing.assert_array_equal(only(path, (48, 80)), shown(path))
+
+
 MODES = {
     "grey": lambda: picture(2).convert("L"),
     "one bit": lambda: picture(2).convert("1"),

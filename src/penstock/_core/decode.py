@@ -25,8 +25,10 @@ Fit = Literal["stretch", "crop", "pad"]
 
 _JPEG: Final = b"\xff\xd8\xff"
 _EXIF: Final = b"Exif\0\0"
-# It stands in front, before any picture data, mostly within the first 64 KiB (a segment's limit).
-_EXIF_WITHIN: Final = 128 * 1024
+# Kinds of segments. A frame tells the size; those of the same range that are none hold tables.
+_APP1: Final = 0xE1
+_SCAN: Final = 0xDA
+_FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ORIENTATION: Final = 0x0112
 _REDUCTIONS: Final = (8, 4, 2)  # those that libjpeg-turbo has quick code for: 5/8 takes longer than 8/8
 
@@ -74,16 +76,17 @@ class Decoder:
 
     def _jpeg(self, data: bytes) -> tuple[Array, int] | None:
         """The pixels and how they are to be turned; None if this is not an ordinary JPEG without fault."""
+        form = _form(data)
+        if form is None:
+            return None
+        height, width, exif = form
         orientation = 1
-        if data.find(_EXIF, 0, _EXIF_WITHIN) >= 0:
+        if exif:
             try:
                 orientation = _turn(self._pil.open(io.BytesIO(data)))
             except (OSError, ValueError, SyntaxError):
                 return None
         try:
-            height, width, colours, _ = self._simplejpeg.decode_jpeg_header(data)
-            if colours in ("CMYK", "YCCK"):
-                return None
             by = self._reduction(height, width, orientation)
             least = {"min_height": -(-height // by), "min_width": -(-width // by)} if by > 1 else {}
             picture: Array = self._simplejpeg.decode_jpeg(data, **least)
@@ -165,6 +168,32 @@ class Decoder:
 
 def _made(size: tuple[int, int], fit: Fit, antialias: bool) -> Decoder:
     return Decoder(size, fit=fit, antialias=antialias)
+
+
+def _form(data: bytes) -> tuple[int, int, bool] | None:
+    """Height, width, and whether there is EXIF data; None of a JPEG that is not in RGB or grey, or is odd in any way.
+
+    From segment to segment up to the picture data: looking for EXIF in all of it takes as long as reading the file.
+    """
+    height = width = 0
+    exif = False
+    at = 2
+    try:
+        while data[at] == 0xFF and (kind := data[at + 1]) != _SCAN:
+            if kind == 0xFF:  # one of any number that may stand before a segment
+                at += 1
+                continue
+            if kind in _FRAMES:
+                height, width = data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8]
+                if data[at + 9] not in (1, 3):
+                    return None
+            elif kind == _APP1 and data.startswith(_EXIF, at + 4):
+                exif = True
+            at += 2 + (data[at + 2] << 8 | data[at + 3])
+        odd = data[at] != 0xFF
+    except IndexError:  # it ends here
+        return None
+    return None if odd or not height or not width else (height, width, exif)
 
 
 def _turn(image: Any) -> int:

@@ -82,8 +82,8 @@ FEW_TASKS_A_WORKER: Final = 2
 LONG_BATCH_S: Final = 80e-3
 MOST_TASK_S: Final = 40e-3
 MANY_TASK_S: Final = 2e-3  # of a load that makes many samples at once, and is not to be called for a few
-# Loads that take long, and all as long as each other, are shared evenly with one task for everybody.
-LONG_LOAD_S: Final = 2e-3
+# Loads that take some time, and all as long as each other, are shared evenly with one task for everybody.
+LONG_LOAD_S: Final = 4e-4
 ALIKE: Final = 0.1
 BLOCK_TASK_BYTES: Final = 16 * 2**20
 TOLD_BYTES: Final = 40 * 2**20  # enough for the disks that were tried, and a page cache has room for it

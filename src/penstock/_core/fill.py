@@ -798,8 +798,13 @@ class Filler:
                 left.sort()
         for ordinal in left:
             self.beat(ordinal)
-            out = [column[rows[ordinal] : rows[ordinal] + 1] for column in columns]
-            self._attempt(partial(reader.read_into, _where(task, [ordinal]), out, leaves), ordinal, None, failures)
+            row = int(rows[ordinal])
+            where, out = _where(task, [ordinal]), [column[row : row + 1] for column in columns]
+            try:
+                reader.read_into(where, out, leaves)
+            except Exception as error:  # noqa: BLE001 - on_error says what becomes of it
+                again = partial(reader.read_into, where, out, leaves)
+                self._attempt(again, ordinal, None, failures, first=error)
 
     def _write(
         self, columns: list[Array], row: int, sample: Any, item: Any, texts: list[tuple[int, int, bytes]]
