@@ -49,7 +49,7 @@ class Timing:
     gap_s: float
     """Median time from the last batch of an epoch to the first of the next, consumer's work not counted."""
     batch_s: float
-    """Mean time of a batch in the timed region."""
+    """Mean time of a full batch in the timed region."""
     first_epoch_samples_per_s: float | None
     """Of the first epoch, from its first batch on; None when that was all of it."""
     wait_p50_s: float
@@ -65,7 +65,8 @@ class _Looks:
         self.wrong = ""
         """What was found first."""
         self._check, self._samples, self._size = job.check, job.samples, job.batch_size
-        self._came = 0
+        self.came = 0
+        """Samples of this epoch so far."""
 
     def touch(self, batch: Any) -> None:
         self._look(self._check.touch, batch)
@@ -76,19 +77,19 @@ class _Looks:
     def _look(self, see: Callable[[Any], None], batch: Any) -> None:
         try:
             size = len(batch[0] if isinstance(batch, (tuple, list)) else batch)
-            due = min(self._size, self._samples - self._came)
+            due = min(self._size, self._samples - self.came)
             if size != due:
-                self._tell(f"a batch of {size} samples came after {self._came} of {self._samples}; {due} were due")
-            self._came += size
+                self._tell(f"a batch of {size} samples came after {self.came} of {self._samples}; {due} were due")
+            self.came += size
             see(batch)
         except _ODD as found:
             self._tell(f"the check can make nothing of a batch: {type(found).__name__}: {found}")
 
     def ended(self) -> None:
         """An epoch is over."""
-        if self._came < self._samples:
-            self._tell(f"an epoch came with {self._came or 'none'} of its {self._samples} samples")
-        self._came = 0
+        if self.came < self._samples:
+            self._tell(f"an epoch came with {self.came or 'none'} of its {self._samples} samples")
+        self.came = 0
 
     def finish(self) -> str:
         """All epochs are: what was wrong, if anything."""
@@ -175,7 +176,8 @@ def _epoch(epochs: Iterator[Iterable[Any]], see: Callable[[Any], None], waits: l
 
 
 def drive(job: Job, open_: Callable[[Job], Running], *, mark: Callable[[str], None]) -> tuple[Timing, dict[str, Any]]:
-    """Time a contender on a job; ``mark`` is told where the timed region begins and ends, and when all is done."""
+    """Time a contender on a job; ``mark`` is told half of the first epoch, where the timed region begins and
+    ends, and when all is done."""
     clock = time.perf_counter
     opened = clock()
     running = open_(job)
@@ -185,8 +187,17 @@ def drive(job: Job, open_: Callable[[Job], Running], *, mark: Callable[[str], No
         waits: list[float] = []
         looks = _Looks(job)
         _chill(job)
+        calm = False
+
+        def touch_at_first(batch: Any) -> None:
+            nonlocal calm
+            looks.touch(batch)
+            if not calm and 2 * looks.came >= job.samples:  # whoever watches stops now, not when it is being timed
+                calm = True
+                mark("calm")
+
         entered = clock()
-        tail_s = _epoch(epochs, looks.touch, waits)
+        tail_s = _epoch(epochs, touch_at_first, waits)
         first_batch_s = opening_s + waits[0]
         rest_s = clock() - entered - waits[0]
         looks.ended()
@@ -220,7 +231,7 @@ def drive(job: Job, open_: Callable[[Job], Running], *, mark: Callable[[str], No
         seconds=seconds,
         first_batch_s=first_batch_s,
         gap_s=statistics.median(gaps),
-        batch_s=seconds / len(waits),
+        batch_s=seconds * min(job.batch_size, job.samples) / (job.samples * len(gaps)),
         first_epoch_samples_per_s=(job.samples - job.batch_size) / rest_s if job.samples > job.batch_size else None,
         wait_p50_s=waits[len(waits) // 2],
         wait_p99_s=waits[int(len(waits) * 0.99)],

@@ -3,8 +3,8 @@
 A round goes once through all contenders of a workload, each round starting one further on, so that a machine that slows
 down for a minute slows down everyone's neighbour too. Medians are over rounds.
 
-Runs in the parent. Memory is sampled in the first and the last epoch of every trial, at the cost of some CPU time; in
-the timed region only in the rounds that are made for that (``memory_rounds``), which count for nothing else.
+Runs in the parent. Memory is sampled in half of the first and in the last epoch of every trial, at the cost of some CPU
+time; in the timed region only in the rounds that are made for that (``memory_rounds``), which count for nothing else.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Summary:
     first_batch_s: float | None = None
     gap_s: float | None = None
     batch_s: float | None = None
-    """Mean time of a batch."""
+    """Mean time of a full batch."""
     first_epoch_samples_per_s: float | None = None
     """Of the first epoch, from its first batch on."""
     cpu_us_per_sample: float | None = None
@@ -284,6 +284,8 @@ def _trial(order: Order, *, round_: int, watch_all: bool, timeout_s: float, stra
                             base = peak = watch.pss_bytes(process.pid)
                             sampling = True
                             process.stdin.write(b"go\n")
+                        elif said.get("mark") == "calm":
+                            sampling = watch_all  # a look that has begun takes its time
                         elif said.get("mark") == "timed":
                             sampling = watch_all
                             cpu_from = watch.cpu_s(process.pid)

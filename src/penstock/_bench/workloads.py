@@ -1018,7 +1018,7 @@ def _images_job(folder: Path, sizes: Sizes, workers: int, seed: int, budget_byte
         workers=workers,
         budget_bytes=budget_bytes,
         seed=seed,
-        least_s=sizes.least_s,
+        least_s=2 * sizes.least_s,  # an epoch takes about as long: two, or whoever was interrupted once is far off
         most_epochs=epochs,
     )
 
