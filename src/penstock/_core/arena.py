@@ -35,6 +35,10 @@ _COLLAPSE: Final = 25  # MADV_COLLAPSE of Linux 6.1, which has none either
 # Usually it takes some 60 us, and 3 ms where memory was never used before. Where none is left in one piece the system
 # moves others' pages about, and small ones are the better choice.
 MOST_COLLAPSE_S: Final = 20e-3
+# Each page waits until every core has a moment for it: 5 ms where all are busy, and 0.2 where they are not. Of those
+# that do wait there are some at a time, so that nobody waits long for all of them.
+LONG_WAIT_S: Final = 1e-3
+MOST_WAIT_S: Final = 8e-3
 _MOST_LARGE_PAGE: Final = 32 * 2**20  # that of some processors is half a gigabyte
 _TRIES: Final = 64  # each fills a gap between other mappings, of which a process with large libraries has some
 
@@ -53,7 +57,7 @@ class AnyArena(Protocol):
     def extend(self, size: int) -> int: ...
     def window(self, offset: int, size: int) -> tuple[Any, int]: ...
     def discard(self, offset: int, size: int) -> None: ...
-    def enlarge_pages(self, offset: int, size: int) -> None: ...
+    def enlarge_pages(self, offset: int, size: int) -> bool: ...
     @property
     def page_bytes(self) -> int: ...
     def resident_bytes(self) -> int: ...
@@ -127,23 +131,31 @@ class Arena:
             mapping.madvise(mmap.MADV_REMOVE, start, size)
             self._resident.clear()
 
-    def enlarge_pages(self, offset: int, size: int) -> None:
+    def enlarge_pages(self, offset: int, size: int) -> bool:
         """Have these bytes in large pages, now, where the system has some; whatever is in them stays, whoever writes.
 
-        All of the large pages of which they are a part, so that what lies next to them may become resident, too.
+        All of the large pages of which they are a part, so that what lies next to them may become resident, too. False
+        if that takes long, and not all of it is done.
         """
         page = self.page_bytes
         if page == PAGE:
-            return
+            return True
+        waited_s = 0.0
         piece, end = next(((first, end) for first, end in self._pieces if first <= offset < end), (0, 0))
         first = max(offset // page * page, -(-piece // page) * page)
         for start in range(first, min(offset + size, end // page * page), page):
             if start in self._large:
                 continue
+            if waited_s > MOST_WAIT_S:
+                return False
             self._large.add(start)
+            began = time.perf_counter()
             if not self._enlarge_page(start):
                 self.page_bytes = PAGE
-                return
+                break
+            took_s = time.perf_counter() - began
+            waited_s += took_s if took_s > LONG_WAIT_S else 0.0
+        return True
 
     def _enlarge_page(self, start: int) -> bool:
         """Whether it is worth while to ask for more of them."""

@@ -107,8 +107,9 @@ class NamedArena:
         self.most_bytes = max(self.most_bytes, before)
         self.returned_bytes += max(0, before - self.resident_bytes())
 
-    def enlarge_pages(self, offset: int, size: int) -> None:
+    def enlarge_pages(self, offset: int, size: int) -> bool:  # noqa: ARG002 - as the other arena has it
         """Nothing: where this arena is used, pages are what they are."""
+        return True
 
     @property
     def page_bytes(self) -> int:

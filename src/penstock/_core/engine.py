@@ -720,7 +720,7 @@ class Engine:
                 self._ledger.done(idents[0])
                 return
         if self.mode is Mode.ROWS:
-            self._enlarge_pages(chunk.slot, count * self._each * self.plan.sample_bytes)
+            self._enlarge_pages_of_all(chunk.slot, count * self._each * self.plan.sample_bytes)
         told = None
         if self._mixing is not None and self._scatters and left is None:
             told = self._told(unit, parts, self._following(pull))
@@ -820,12 +820,20 @@ class Engine:
         self._next_batch += 1
         return Chunk(batch, self._ledger.begin(batch, tasks), 0, None, ())
 
-    def _enlarge_pages(self, slot: int, size: int) -> None:
-        """Have so much of a slot in large pages, once, if most of it is used."""
+    def _enlarge_pages(self, slot: int, size: int) -> bool:
+        """Have so much of a slot in large pages, once, if most of it is used; False if a part of it has to wait."""
         offset, capacity = self._regions[slot]
-        if offset not in self._enlarged and 2 * size >= capacity:
-            self._enlarged.add(offset)
-            self.crew.arena.enlarge_pages(offset, size)
+        if offset in self._enlarged or 2 * size < capacity:
+            return True
+        if not self.crew.arena.enlarge_pages(offset, size):
+            return False
+        self._enlarged.add(offset)
+        return True
+
+    def _enlarge_pages_of_all(self, slot: int, size: int) -> None:
+        """The same, for each slot before the first task is given out: while workers are busy it takes much longer."""
+        slots = [slot] if self._enlarged else range(len(self._ledger))
+        all(self._enlarge_pages(number, size) for number in slots)
 
     def _rows_a_task(self, count: int, loaded: int) -> int:
         """Items a task, so that it is worth its message and a slow one holds up little else; so many are loaded."""
