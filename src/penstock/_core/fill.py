@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import optree
 
 from penstock._core import context, machine
@@ -554,9 +555,10 @@ class Filler:
             passed, failed = self._passed, len(failures)
             self._together = True
             try:
-                self._passed = passed | self._fill_many(task, columns)
-                if len(self._passed) == len(task.indices):
+                made = self._fill_many(task, columns)
+                if made is None:
                     return
+                self._passed = passed | made
                 self._fill_rows(task, reply, failures)
                 if len(failures) == failed:  # all is well with each of them alone
                     self._misfits += 1
@@ -628,17 +630,20 @@ class Filler:
         plain = all(leaf.kind == "array" for leaf in self._layout.spec.leaves)
         return plain and self._misfits < MOST_MISFITS and not task.barred and not task.first
 
-    def _fill_many(self, task: Task, columns: list[Array]) -> frozenset[int]:
+    def _fill_many(self, task: Task, columns: list[Array]) -> frozenset[int] | None:
         """Load several items at a time, as many as a processor's cache holds; the places of those that are done.
 
-        Where that fails the rest is left to be done one by one, to see whose error it is.
+        None: all of them. Where one fails the rest is left to be done one by one, to see whose error it is.
         """
         load = self.program.load
         assert isinstance(load, Batched | BatchedInto)
         assert self._layout is not None
         self._kept.clear()
-        left = [ordinal for ordinal in range(len(task.indices)) if ordinal not in self._passed]
-        rows = np.arange(task.start, task.start + len(task.indices)) if task.places is None else task.places
+        count = len(task.indices)
+        # Numbers that follow each other stay a range: a list of them takes as long as some loads do.
+        left: Sequence[int] = range(count)
+        if self._passed:
+            left = [ordinal for ordinal in left if ordinal not in self._passed]
         items = None if self.program.reader is not None else self._items(task)
         size = _piece_rows(self._layout.spec)
         done = 0
@@ -647,7 +652,7 @@ class Filler:
             for at in range(0, len(left), size):
                 part = left[at : at + size]
                 self.beat(Failure.TOGETHER)
-                self._write_many(load, self._several(task, part, items), columns, rows[part], task, part[0])
+                self._write_many(load, self._several(task, part, items), columns, _rows_of(task, part), task, part[0])
                 done = at + len(part)
             self._misfits = 0
         except context.OneByOne:
@@ -658,26 +663,33 @@ class Filler:
             self._wrong = failed
         except Exception:  # noqa: BLE001 - it comes again, where it is known whose it is
             pass
-        return frozenset(left[:done])
+        return None if done == len(left) else frozenset(left[:done])
 
-    def _several(self, task: Task, part: list[int], items: Any) -> Any:
+    def _several(self, task: Task, part: Sequence[int], items: Any) -> Any:
         if items is None:
             assert self.program.reader is not None
             return self.program.reader.read(_where(task, part))
         if isinstance(items, Samples):
-            return items.copied(part)  # a load may work in place, and if it fails they are wanted again as they were
+            return items.copied(
+                list(part)
+            )  # a load may work in place, and if it fails they are wanted again as they were
         if len(part) == part[-1] - part[0] + 1:
             return items[part[0] : part[-1] + 1]
         return [items[ordinal] for ordinal in part]
 
     def _write_many(
-        self, load: Batched | BatchedInto, items: Any, columns: list[Array], rows: Any, task: Task, first: int
+        self,
+        load: Batched | BatchedInto,
+        items: Any,
+        columns: list[Array],
+        where: slice | npt.NDArray[np.int64],
+        task: Task,
+        first: int,
     ) -> None:
         """Have samples made of items, and write them to these rows."""
         assert self._layout is not None
-        spec, count = self._layout.spec, len(rows)
-        follow = int(rows[-1]) - int(rows[0]) == count - 1 and bool((rows[1:] > rows[:-1]).all())
-        where = slice(int(rows[0]), int(rows[-1]) + 1) if follow else rows
+        spec, follow = self._layout.spec, isinstance(where, slice)
+        count = where.stop - where.start if isinstance(where, slice) else len(where)
         if isinstance(load, BatchedInto):
             out = [c[where] if follow else np.empty((count, *c.shape[1:]), c.dtype) for c in columns]
             if load.many(given(items, stacks=load.stacks), spec.build(out)) is not None:
@@ -1195,6 +1207,17 @@ def _scatter(
     reader.read_into(indices, out, leaves)
     for column, rows in zip(columns, out, strict=True):
         column[places] = rows
+
+
+def _rows_of(task: Task, part: Sequence[int]) -> slice | npt.NDArray[np.int64]:
+    """The rows of a slot that belong to items of a task; a slice where they follow each other."""
+    if task.places is not None:
+        rows = task.places[part[0] : part[-1] + 1] if isinstance(part, range) else task.places[part]
+        follow = int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all())
+        return slice(int(rows[0]), int(rows[-1]) + 1) if follow else rows
+    if len(part) == part[-1] - part[0] + 1:
+        return slice(task.start + part[0], task.start + part[-1] + 1)
+    return task.start + np.array(part)
 
 
 def _piece_rows(spec: Spec) -> int:
