@@ -333,9 +333,19 @@ class Engine:
             interrupt, self._interrupt = self._interrupt, None
             raise interrupt
         try:
+            if not self.plan.workers and self._units and self._units[0].epoch != epoch:
+                self._leave(run)
+                return None
             return self._next_chunk(run, epoch)
         finally:
             self._section.catch_up()
+
+    def _leave(self, run: int) -> None:
+        """An epoch has ended, the next has begun and nobody reads ahead: there is nothing more to be done."""
+        with self._lock, self._section:
+            self._check(run)
+            self._settle()
+            self._ledger.linger()
 
     def _next_chunk(self, run: int, epoch: int) -> tuple[Unit, Chunk] | None:
         began = time.perf_counter()

@@ -177,10 +177,12 @@ class Epoch:
             leaves = rows_batch(layout, *lease, there, texts, launched.options.door)
         else:
             leaves = rows_batch(layout, *engine.peek(chunk), there, texts, None)
-        texts_bytes = nbytes_of([leaf for leaf in leaves if isinstance(leaf, list)])
-        engine.beside_bytes = self._given_bytes + texts_bytes
-        self._given_bytes = texts_bytes
-        row_size = nbytes_of(leaves) // chunk.rows if chunk.origin is None else layout.spec.sample_bytes
+        row_size = engine.plan.sample_bytes
+        if layout.has_texts:
+            texts_bytes = nbytes_of([leaf for leaf in leaves if isinstance(leaf, list)])
+            engine.beside_bytes = self._given_bytes + texts_bytes
+            self._given_bytes = texts_bytes
+            row_size = nbytes_of(leaves) // chunk.rows if chunk.origin is None else row_size
         copy_of = chunk if lease is None else None
         self._shared = _Shared(leaves, row_size, chunk.rows, unit.start, copy_of, chunk.batch, chunk.origin)
         self._plain = copy_of is None and chunk.origin is None and launched.delivery is None

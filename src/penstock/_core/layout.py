@@ -78,6 +78,11 @@ class Layout:
             columns.append(Column(cells, (rows, *leaf.shape), leaf.stored))
         return cls(spec, rows, tuple(columns), starts[-1])
 
+    @property
+    def has_texts(self) -> bool:
+        """Whether some of it may lie elsewhere: texts that are larger than their cells."""
+        return len(self.columns) > len(self.spec.leaves)
+
     def arrays(self, memory: Any, offset: int = 0) -> list[Array]:
         """The columns as arrays over ``memory``; they keep its exporter alive."""
         return [array_at(memory, offset + c.offset, c.shape, c.dtype) for c in self.columns]
