@@ -148,6 +148,7 @@ CLAIMS: Final[tuple[Claim, ...]] = (
     _best("images", "penstock-auto", 1.0),
     _ratio("images", "penstock-cache", "preloaded", 0.8),
     Claim("images", "penstock-half", 1.1, "later"),
+    _ratio("images", "penstock-half", "penstock", 1.1),
     _ratio("rows", "penstock", "torch", 15.0),
     _ratio("rows", "penstock", "torch-0", 15.0),
     _ratio("rows", "penstock", "torch-getitems", 1.5),

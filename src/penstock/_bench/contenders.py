@@ -122,7 +122,7 @@ CONTENDERS: Final = {
         _ours("penstock-auto", "Penstock, num_workers=None", crew="auto"),
         _ours("penstock-0", "Penstock, num_workers=0", crew="0"),
         _ours("penstock-thread", "Penstock, threads", crew="thread"),
-        _ours("penstock-process", "Penstock, worker processes", crew="process"),
+        _ours("penstock-process", "Penstock, workers, who gather rows in memory as threads", crew="process"),
         _ours("penstock-into", "Penstock, load writes into the slot", into=True),
         _ours("penstock-into-auto", "Penstock, num_workers=None, into the slot", into=True, crew="auto"),
         _ours("penstock-into-0", "Penstock, num_workers=0, into the slot", into=True, crew="0"),

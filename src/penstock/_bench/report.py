@@ -209,6 +209,12 @@ def _piped(head: Cells, rows: Sequence[Cells]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
 
 
+def _stressed(summary: Summary) -> str:
+    """Its title in Markdown: ours stand out, limits are not of the race."""
+    stress = {"ours": "**", "limit": "*"}.get(summary.kind, "")
+    return f"{stress}{_title(summary.contender)}{stress}"
+
+
 def as_markdown(results: Results) -> str:
     """What docs/performance.md shows: what was run where, a table for each workload, the claims."""
     lines = [f"{' '.join(_about(results))}", ""]
@@ -216,8 +222,7 @@ def as_markdown(results: Results) -> str:
         top = table.limit.samples_per_s if table.limit else None
         rows = [
             (
-                f"**{_title(s.contender)}**" if s.kind == "ours" else f"*{_title(s.contender)}*" if s.kind == "limit"
-                else _title(s.contender) + (" (wrong content)" if s.status == "wrong" else ""),
+                _stressed(s) + (" (wrong content)" if s.status == "wrong" else ""),
                 _rate(s), f"{(s.samples_per_s or 0) / top:.2f}" if top else "", _time(s.first_batch_s), _time(s.gap_s),
                 _time(None if s.cpu_us_per_sample is None else s.cpu_us_per_sample / 1e6), _mib(s.added_bytes),
             )
@@ -344,7 +349,11 @@ def write(results: Results, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, text in (("bench.json", as_json(results)), ("bench.html", as_html(results))):
-        path = folder / name
-        path.write_text(text, encoding="utf-8")
+        path, part = folder / name, folder / f".{name}.part"
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        finally:  # a disk that is full leaves no half of it, and what an earlier run wrote
+            part.unlink(missing_ok=True)
         written.append(path)
     return written

@@ -52,8 +52,9 @@ _PLACES: Final = np.arange(1, 2 * _PAGE_WORDS, 2, dtype=np.uint64)
 _RECORD_BYTES: Final = 48 * 2**20
 
 
-# Of a random order of any length about two samples follow a neighbour; that more than this many do never happens.
-_CHANCE_NEIGHBOURS: Final = 24
+# Of a random order of any length about two samples follow one that lies so and so far from them, whatever that is, and
+# one stands where it stood in another; that more than this many do never happens.
+_CHANCE: Final = 24
 
 
 class WrongContent(Exception):
@@ -214,15 +215,19 @@ def _page_sums(words: Array) -> Array:
     return sums
 
 
-def in_order(ids: Array) -> str:
+def in_order(ids: Array, before: Array | None = None) -> str:
     """Why samples with these numbers do not come shuffled; empty when they may be.
 
-    Not only the order of the source itself: whoever goes through it backwards, or begins elsewhere, reads as easily.
+    Not only the order of the source itself: whoever goes through it backwards, in steps, or begins elsewhere reads as
+    easily. Nor that of the epoch ``before``.
     """
-    near = int(np.count_nonzero(np.abs(np.diff(ids)) == 1))
-    if near <= max(_CHANCE_NEIGHBOURS, len(ids) // 10):
-        return ""
-    return f"was to be shuffled, and {near} of {len(ids)} samples come right after a neighbour of theirs"
+    most = max(_CHANCE, len(ids) // 10)
+    steps = np.bincount(np.abs(np.diff(ids)))
+    if len(steps) and steps.max() > most:
+        return f"was to be shuffled, and {steps.max()} of {len(ids)} samples lie {steps.argmax()} from the one before"
+    if before is not None and (same := int(np.count_nonzero(ids == before))) > most:
+        return f"was to be shuffled anew, and {same} of {len(ids)} samples come where they came in the epoch before"
+    return ""
 
 
 def _epochs_with_room(samples: int, bytes_per_sample: int) -> int:
@@ -425,9 +430,11 @@ class _RowCheck:
         epochs, rest = divmod(self._count, rows)
         if rest or self._count > len(self._ids):
             raise WrongContent(f"{self._count} samples came; that is not a whole number of epochs of {rows}")
+        before = None
         for epoch, ids in enumerate(self._ids[: self._count].reshape(epochs, rows)):
-            if self._shuffled and (why := in_order(ids)):
+            if self._shuffled and (why := in_order(ids, before)):
                 raise WrongContent(f"epoch {epoch} {why}")
+            before = ids
             wrong = np.flatnonzero((np.sort(ids) if self._shuffled else ids) != np.arange(rows))
             if len(wrong):
                 raise WrongContent(
@@ -799,6 +806,7 @@ class _ShardCheck:
         for epoch, ids in enumerate(self._ids[: self._count].reshape(epochs, self._rows)):
             if not np.array_equal(np.sort(ids), np.arange(self._rows)):
                 raise WrongContent(f"epoch {epoch} does not hold each of {self._rows} rows once")
+            # The order of the epoch before helps nobody: the files are cold again.
             if why := in_order(ids):
                 raise WrongContent(f"epoch {epoch} {why}")
 

@@ -82,7 +82,8 @@ FEW_TASKS_A_WORKER: Final = 2
 LONG_BATCH_S: Final = 80e-3
 MOST_TASK_S: Final = 40e-3
 MANY_TASK_S: Final = 2e-3  # of a load that makes many samples at once, and is not to be called for a few
-# Loads that take some time, and all as long as each other, are shared evenly with one task for everybody.
+# Loads that take some time, and all as long as each other, are shared evenly with one task for everybody; not where one
+# now and then takes much longer.
 LONG_LOAD_S: Final = 4e-4
 ALIKE: Final = 0.1
 BLOCK_TASK_BYTES: Final = 16 * 2**20
@@ -245,7 +246,7 @@ class Engine:
         self._most_held = items_bytes + (plan.free_bytes - self.own_bytes) * 3 // 4
         self._next_task = 1
         self._next_batch = 0
-        self._row_s = self._row_spread_s = probe.load_s
+        self._row_s = self._row_spread_s = self._row_worst_s = probe.load_s
         self._together = 1 if plan.workers else plan.batches_per_slot
         """Batches that may share a slot now: more and more, as loads prove to be quick. Without workers there is never
         more than one slot of loads that only seemed to be."""
@@ -853,7 +854,8 @@ class Engine:
         size = count
         if self._row_s > 0 and loaded:
             each_s = self._row_s * loaded / count
-            alike = each_s >= LONG_LOAD_S and self._row_spread_s < ALIKE * self._row_s
+            alike = self._row_spread_s < ALIKE * self._row_s and self._row_worst_s < self._row_s
+            alike = alike and each_s >= LONG_LOAD_S
             parts = 1 if alike else TASKS_A_WORKER if each_s * count >= LONG_BATCH_S else FEW_TASKS_A_WORKER
             even = count // (parts * self.plan.workers)
             size = max(int(task_s / each_s) + 1, min(even, int(MOST_TASK_S / each_s)))
@@ -893,7 +895,9 @@ class Engine:
             return
         # Recent tasks count more; the first ones, with cold caches, are soon forgotten.
         if count:
-            self._row_spread_s = 0.8 * self._row_spread_s + 0.2 * abs(reply.seconds / count - self._row_s)
+            off_s = abs(reply.seconds / count - self._row_s)
+            self._row_spread_s = 0.8 * self._row_spread_s + 0.2 * off_s
+            self._row_worst_s = max(off_s, 0.98 * self._row_worst_s)  # of the last hundred or so
             self._row_s = 0.8 * self._row_s + 0.2 * reply.seconds / count
             batch_s = max(self._row_s, reply.seconds / count) * self.plan.batch_size / self._each
             patience_s = group_s(self._row_s, self.plan.workers)

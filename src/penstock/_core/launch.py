@@ -681,6 +681,8 @@ class _Planner:
         notes = plan.notes
         if self.alone:
             notes = tuple(note.replace("as asked", self.alone) for note in notes)
+        if plan.workers and options.in_processes and source is not None and source.in_memory and program.load is None:
+            notes = (*notes, "threads, not processes: rows that lie in this process need not be sent")
         if (mixing := self._schedule.mixing) is not None:
             notes = (*notes, f"shuffled in blocks of {mixing.rows:,} items, {mixing.group:,} items mixed at a time")
         if program.collate is None:

@@ -90,6 +90,11 @@ WANTED_SLOTS: Final = 4  # and one in reserve for items that take longer than ot
 MOST_SLOTS: Final = 8
 LARGE_BATCH_BYTES: Final = 8 * 2**20  # it is filled for so long that a ready one beside it gains nothing that shows
 CHEAP_SLOTS_BYTES: Final = 4 * 2**20  # slots up to this much in all are not worth saving
+# Loads that wait for something wait longer now and then. Batches come in order, so that one such item holds up all that
+# come after it: so many items for each worker keep the others busy meanwhile, where that takes little memory.
+WAITING_ITEMS: Final = 16
+MOST_WAITING_SLOTS: Final = 64
+WAITING_SHARE: Final = 32  # of the budget
 # Small batches share a slot, so that a task, a message and a lease serve several of them: up to this many, and as long
 # as filling such a slot takes no longer than a consumer would notice.
 MOST_GROUP: Final = 16
@@ -534,9 +539,14 @@ class _Costs:
         return self.limited(max(WANTED_SLOTS, free, self.steady_slots() + self.filled_at_once(workers)))
 
     def filled_at_once(self, workers: int) -> int:
-        """Slots that so many workers fill at the same time. Where samples take microseconds, a slot is one task."""
+        """Slots that so many workers fill at the same time. Where samples take microseconds, a slot is one task; where
+        they wait, an item may take long, and there is more to be done while it does."""
         alone = self.footprint.load_s < QUICK_LOAD_S and self.rows * self.footprint.load_s <= QUICK_GROUP_S
-        return workers if alone else ceil(workers / self.fillers())
+        busy = workers if alone else ceil(workers / self.fillers())
+        if not self.footprint.waits or self.request.whole:
+            return busy
+        cheap = max(CHEAP_SLOTS_BYTES, self.request.memory // WAITING_SHARE) // max(1, self.batch)
+        return max(busy, min(ceil(WAITING_ITEMS * workers / self.rows), cheap, MOST_WAITING_SLOTS))
 
     def steady_slots(self) -> int:
         """Slots besides those that are being filled: the consumer's, and one that is ready."""
