@@ -315,3 +315,12 @@ def test_fields_of_a_file_may_differ_in_their_byte_order(how: dict[str, Any], tm
     rows = rows[np.argsort(rows["b"][:, 0])]
     assert (rows == array.astype(rows.dtype)).all()
     assert rows.dtype.isnative
+
+
+def test_a_rank_without_rows_has_a_plan_too(tmp_path: Path) -> None:
+    """It asked how long a row takes, of none."""
+    np.save(tmp_path / "one.npy", np.arange(1))
+    source = penstock.arrays(tmp_path / "one.npy")
+    with Feed(source, batch_size=2, memory="200 MiB", shard=(0, 3), drop_last=True) as feed:
+        assert feed.plan.batch_size == 2
+        assert list(feed) == []

@@ -622,6 +622,28 @@ def test_one_dataset_gives_arrays_and_a_list_gives_dicts(tmp_path: Path) -> None
         penstock.hdf5(tmp_path / "b.h5", "x")
 
 
+@pytest.mark.parametrize("kind", ["hdf5", "parquet"])
+def test_threads_do_not_share_what_a_reader_has_open_or_keeps(kind: str, tmp_path: Path) -> None:
+    """One closed the file that the other was reading, and rows were lost, or came from another file."""
+    values = np.arange(2000)
+    source: Any
+    if kind == "hdf5":
+        h5py = pytest.importorskip("h5py", reason="HDF5 needs h5py")
+        for number, part in enumerate(np.split(values, 2)):
+            with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+                file["i"] = part
+        source = penstock.hdf5([tmp_path / "0.h5", tmp_path / "1.h5"], ["i"])
+    else:
+        pa = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+        pq = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
+        pq.write_table(pa.table({"i": values}), tmp_path / "a.parquet", row_group_size=20)
+        source = penstock.parquet(tmp_path / "a.parquet", held="1 KiB")
+    options = {"num_workers": 3, "executor": "thread", "shuffle": True}
+    for seed in range(3):
+        with feed_of("thread", source, **options, seed=seed) as feed:
+            assert sorted(int(i) for batch in feed for i in batch["i"]) == values.tolist()
+
+
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_hdf5_is_read_right_after_the_parent_has_read_it(start_method: Any, tmp_path: Path) -> None:
     """A handle that went through a fork would share its place in the file with others."""

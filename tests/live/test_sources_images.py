@@ -182,6 +182,40 @@ def test_bytes_in_a_picture_that_look_like_exif_do_not_turn_it(tmp_path: Path) -
     np.testing.assert_array_equal(only(path, (48, 80)), shown(path))
 
 
+def test_a_turn_is_found_in_xmp_where_pillow_finds_it(tmp_path: Path) -> None:
+    """With or without EXIF that says nothing of it."""
+    data = b'http://ns.adobe.com/xap/1.0/\0<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    path = tmp_path / "a.jpg"
+    picture(1, 48, 80).save(path, quality=95)
+    plain = path.read_bytes()
+    path.write_bytes(plain[:2] + b"\xff\xe1" + (len(data) + 2).to_bytes(2, "big") + data + plain[2:])
+    expected = shown(path)
+    assert expected.shape == (80, 48, 3)
+    np.testing.assert_array_equal(only(path, (80, 48)), expected)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_pillow_takes_for_a_bomb_is_one_with_and_without_exif(
+    turned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exif = Image.Exif()
+    if turned:
+        exif[0x0112] = 6
+    picture(1, 48, 80).save(tmp_path / "a.jpg", exif=exif)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(LoadError, match="decompression bomb"):
+        only(tmp_path / "a.jpg", (48, 80))
+
+
+def test_a_jpeg_that_finds_no_memory_is_not_called_broken(tmp_path: Path) -> None:
+    """It would be left out as such, though it is right."""
+    picture(1, 40, 50).save(tmp_path / "0.jpg")
+    Image.new("RGB", (6000, 4000), (9, 99, 199)).save(tmp_path / "1.jpg", progressive=True)
+    source = penstock.images([tmp_path / "0.jpg"] * 20 + [tmp_path / "1.jpg"], (20, 20))
+    with pytest.raises(LoadError, match="MemoryError: no memory for a picture of 6000x4000 pixels"):
+        batches("process", source, memory="100 MiB", num_workers=2)
+
+
 MODES = {
     "grey": lambda: picture(2).convert("L"),
     "one bit": lambda: picture(2).convert("1"),
@@ -207,9 +241,10 @@ def test_jpegs_of_every_kind_come_in_rgb(options: dict[str, Any], tmp_path: Path
 
 def test_sixteen_bits_of_grey_keep_their_range(tmp_path: Path) -> None:
     ramp = np.linspace(0, 65535, HIGH * WIDE).astype(np.uint16).reshape(HIGH, WIDE)
-    Image.fromarray(ramp).save(tmp_path / "a.png")
-    came = only(tmp_path / "a.png", (HIGH, WIDE))
-    np.testing.assert_array_equal(came, np.repeat((ramp >> 8).astype(np.uint8)[:, :, None], 3, axis=2))
+    for name in ("a.png", "a.pgm", "a.tif"):
+        Image.fromarray(ramp).save(tmp_path / name)
+        came = only(tmp_path / name, (HIGH, WIDE))
+        np.testing.assert_array_equal(came, np.repeat((ramp >> 8).astype(np.uint8)[:, :, None], 3, axis=2))
 
 
 @pytest.mark.parametrize("antialias", [False, True])

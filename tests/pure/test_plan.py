@@ -361,6 +361,24 @@ def test_quick_samples_leave_each_worker_a_slot_of_its_own() -> None:
     assert solve(Request(memory=GiB(4), cores=2, num_workers=2, batch_size=8192), quick).slots == 4, "two tasks a slot"
 
 
+def test_loads_that_wait_have_more_to_do_while_one_of_them_takes_long() -> None:
+    """Batches come in order: with four slots, one late item would have all workers wait for it."""
+    waiting = replace(IMAGES, leaf_row_bytes=(KiB(1),), load_s=1e-3, cpu_s=1e-5)
+    plan = solve(Request(memory=GiB(1), cores=2, num_workers=32, executor="thread", batch_size=16), waiting)
+    assert "35 slots: two for the consumer, one ready, 32 for the workers to fill" in plan.notes
+    assert solve(Request(memory=GiB(1), cores=2, num_workers=32, batch_size=16), IMAGES).slots == 5, "they compute"
+    large = replace(waiting, leaf_row_bytes=(MiB(4),))
+    assert solve(Request(memory=GiB(4), cores=2, num_workers=32, batch_size=16), large).slots == 5, "too much memory"
+
+
+def test_batches_that_are_put_together_are_not_reckoned_in_whole_pages() -> None:
+    """Those of a group of small ones would be reckoned several times as large as they are, and not fit."""
+    small = replace(IMAGES, leaf_row_bytes=(1000,), load_bytes=2000)
+    request = Request(memory=MiB(128), cores=2, num_workers=1, batch_size=1, group=15_768, pieced=True)
+    plan = solve(request, small)
+    assert MiB(15) < plan.parent_bytes - solve(replace(request, pieced=False), small).parent_bytes < MiB(24)
+
+
 def test_a_large_batch_of_one_sample_does_not_wait_ready() -> None:
     """It takes so long to fill that one more slot gives no speed, and costs as much as all the rest."""
     large = replace(IMAGES, leaf_row_bytes=(MiB(24),))

@@ -34,7 +34,10 @@ class Blocks:
                 raise ValueError("Blocks takes size (bytes) or rows (items), not both")
             if isinstance(self.size, float):
                 raise ValueError(f'Blocks(size={self.size!r}) is a share of nothing: give bytes, or a text as "4 MiB"')
-            parse_size(self.size, available=1)
+            try:
+                parse_size(self.size, available=1)
+            except ValueError as error:
+                raise ValueError(f'Blocks(size={self.size!r}) is no size: give bytes, or a text as "4 MiB"') from error
         for name in ("rows", "group"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

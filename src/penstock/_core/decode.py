@@ -25,8 +25,10 @@ Fit = Literal["stretch", "crop", "pad"]
 
 _JPEG: Final = b"\xff\xd8\xff"
 _EXIF: Final = b"Exif\0\0"
+_NO_MEMORY: Final = "nsufficient memory"  # as libjpeg says it
 # Kinds of segments. A frame tells the size; those of the same range that are none hold tables.
 _APP1: Final = 0xE1
+_IN_XMP: Final = b"tiff:Orientation"
 _SCAN: Final = 0xDA
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ORIENTATION: Final = 0x0112
@@ -79,9 +81,11 @@ class Decoder:
         form = _form(data)
         if form is None:
             return None
-        height, width, exif = form
+        height, width, turns = form
+        if self._pil.MAX_IMAGE_PIXELS and height * width > 2 * self._pil.MAX_IMAGE_PIXELS:
+            return None  # what Pillow refuses of other kinds, it is to refuse here
         orientation = 1
-        if exif:
+        if turns:
             try:
                 orientation = _turn(self._pil.open(io.BytesIO(data)))
             except (OSError, ValueError, SyntaxError):
@@ -90,7 +94,9 @@ class Decoder:
             by = self._reduction(height, width, orientation)
             least = {"min_height": -(-height // by), "min_width": -(-width // by)} if by > 1 else {}
             picture: Array = self._simplejpeg.decode_jpeg(data, **least)
-        except ValueError:  # damaged, or only odd: Pillow decides
+        except ValueError as error:  # damaged, or only odd: Pillow decides
+            if _NO_MEMORY in str(error):  # of which it would say that the file is broken
+                raise MemoryError(f"no memory for a picture of {width}x{height} pixels") from error
             return None
         return picture, orientation
 
@@ -110,7 +116,8 @@ class Decoder:
             raise ValueError(f"{shown(path)} cannot be decoded: {said}") from error
 
     def _rgb(self, image: Any) -> Array:
-        if image.mode.startswith("I;16"):  # sixteen bits of grey, which convert() would cut off at 255
+        # Sixteen bits of grey, which convert() would cut off at 255; those of a PGM, Pillow keeps in 32.
+        if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
             grey = (np.asarray(image) >> 8).astype(np.uint8)
             return np.repeat(grey[:, :, None], 3, axis=2)
         if image.mode in ("I", "F"):
@@ -171,12 +178,13 @@ def _made(size: tuple[int, int], fit: Fit, antialias: bool) -> Decoder:
 
 
 def _form(data: bytes) -> tuple[int, int, bool] | None:
-    """Height, width, and whether there is EXIF data; None of a JPEG that is not in RGB or grey, or is odd in any way.
+    """Height, width, and whether it may say how it is to be turned: in EXIF, or in XMP as far as Pillow looks there.
 
-    From segment to segment up to the picture data: looking for EXIF in all of it takes as long as reading the file.
+    None of a JPEG that is not in RGB or grey, or is odd in any way. From segment to segment up to the picture data:
+    looking for such words in all of it takes as long as reading the file.
     """
     height = width = 0
-    exif = False
+    turns = False
     at = 2
     try:
         while data[at] == 0xFF and (kind := data[at + 1]) != _SCAN:
@@ -187,13 +195,14 @@ def _form(data: bytes) -> tuple[int, int, bool] | None:
                 height, width = data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8]
                 if data[at + 9] not in (1, 3):
                     return None
-            elif kind == _APP1 and data.startswith(_EXIF, at + 4):
-                exif = True
-            at += 2 + (data[at + 2] << 8 | data[at + 3])
+            size = data[at + 2] << 8 | data[at + 3]
+            if kind == _APP1 and (data.startswith(_EXIF, at + 4) or data.find(_IN_XMP, at, at + size) >= 0):
+                turns = True
+            at += 2 + size
         odd = data[at] != 0xFF
     except IndexError:  # it ends here
         return None
-    return None if odd or not height or not width else (height, width, exif)
+    return None if odd or not height or not width else (height, width, turns)
 
 
 def _turn(image: Any) -> int:

@@ -67,6 +67,10 @@ class Hdf5Reader:
     def __reduce__(self) -> tuple[Any, ...]:
         return Hdf5Reader, self._arguments  # without the handle
 
+    def apart(self) -> Hdf5Reader:
+        """The same for another thread, with a file of its own: closing one that is being read is an error there."""
+        return Hdf5Reader(*self._arguments)
+
     def close(self) -> None:
         """Close the file."""
         if self._open is not None:

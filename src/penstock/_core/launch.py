@@ -455,7 +455,7 @@ def _probe_source(options: Options, schedule: Schedule, epoch: int, base: int) -
             source.reader().read_into(indices, out, spec.leaves)
         except Exception:  # noqa: BLE001 - told when it is read in earnest, with the row that it belongs to
             pass
-        seconds = (time.perf_counter() - began) / len(indices)
+        seconds = (time.perf_counter() - began) / max(1, len(indices))  # of a rank without any there are none
     return Probe(spec, 0, seconds, seconds, 2 * spec.sample_bytes, 0)
 
 

@@ -171,6 +171,12 @@ class ParquetReader:
         """The same where no load comes after it: nobody would know what to do with a null."""
         return _made(self._names, self._columns, self._groups, self._starts, self._nested, self._held_bytes, False)
 
+    def apart(self) -> ParquetReader:
+        """The same for another thread, which decodes and keeps row groups of its own."""
+        kind, arguments = self.__reduce__()
+        made: ParquetReader = kind(*arguments)
+        return made
+
     def close(self) -> None:
         """Let go of what was kept."""
         self._kept = OrderedDict()

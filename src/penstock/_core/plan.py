@@ -114,6 +114,7 @@ QUICK_GROUP_S: Final = 12e-3
 GROUPED_LOAD_S: Final = 400e-6
 LARGE_ROWS: Final = 1024  # of a batch that is as large as it can be, before it is known how large that is
 KEPT_GROUP_S: Final = 20e-3  # where all samples are kept, so that it takes so long in the first epoch only
+BATCH_OBJECT_BYTES: Final = 512  # its arrays and their tree, without what is in them
 DEVICE_BUFFERS: Final = 2  # one that is computed on, one that is copied into
 # A loop lets go of a batch only after it got the next one: with a third the one after that is copied meanwhile.
 MOST_DEVICE_BUFFERS: Final = 3
@@ -515,7 +516,9 @@ class _Costs:
 
     def parent(self, workers: int, slots: int) -> int:
         identities = slots * self.group * self.rows * self.footprint.item_bytes
-        pieces = (PIECED_BATCHES + self.group - 1) * self.batch if self.request.pieced else 0
+        # Put together in memory of their own, which is not in whole pages as slots are.
+        piece = min(self.batch, self.rows * self.footprint.sample_bytes + BATCH_OBJECT_BYTES)
+        pieces = (PIECED_BATCHES + self.group - 1) * piece if self.request.pieced else 0
         return PARENT_BYTES + identities + pieces + self.index() + (0 if workers else self.load())
 
     def index(self) -> int:

@@ -1,12 +1,13 @@
 """Workers that are threads of this process: for loads that release the GIL, and for free-threaded Python.
 
-Queues are the only thing shared; each thread has a Filler of its own. A thread cannot be killed: one that is
-stuck in a load when the crew is closed is left behind as a daemon and ends with its load.
+Queues are the only thing shared; each thread has a Filler of its own, and a reader if that keeps anything. A thread
+cannot be killed: one that is stuck in a load when the crew is closed is left behind as a daemon and ends with its load.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import sys
 import threading
@@ -38,6 +39,7 @@ class ThreadCrew:
         self.arena = Arena(shared=False)
         self._program = program
         self._first = Filler(program, self.arena, 0)
+        self._fillers = [self._first]
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -53,7 +55,8 @@ class ThreadCrew:
     def start(self, setup: Setup) -> None:
         """Start the threads."""
         for number in range(setup.workers):
-            filler = self._first if number == 0 else Filler(self._program, self.arena, number)
+            filler = self._first if number == 0 else Filler(_apart(self._program), self.arena, number)
+            self._fillers[number:] = [filler]
             filler.configure(setup.spec, setup.rows, setup.cache, setup.text_bytes)
             self._grants.append(queue.SimpleQueue())
             info = context.WorkerInfo(number, setup.workers)
@@ -130,8 +133,15 @@ class ThreadCrew:
                 thread.join(_JOIN_S)
         self._threads.clear()
         self._replies.put(None)  # for a consumer that waits in another thread
-        self._first.forget()
+        for filler in self._fillers:
+            filler.forget()
         self.arena.close()
+
+
+def _apart(program: Program) -> Program:
+    """The same for another thread: a reader that has files open, or keeps something, is not one for two."""
+    apart = getattr(program.reader, "apart", None)
+    return program if apart is None else dataclasses.replace(program, reader=apart())
 
 
 def _work(
