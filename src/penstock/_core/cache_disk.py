@@ -530,7 +530,7 @@ class DiskStore:
         ):
             if index.get(name) != mine[name]:
                 values = "" if name == "items" else f" ({shown(index.get(name))}, here {shown(mine[name])})"
-                differs.append(f"{what} differs{values}" if name != "items" else f"{what} differ")
+                differs.append(f"{what} differs{values}" if name != "items" else f"{what} differ, or how they are read")
         theirs = index.get("form")
         if theirs != mine["form"]:
             if not differs and fitted(self._spec, self._each, theirs) is not None:
