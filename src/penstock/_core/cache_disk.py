@@ -526,7 +526,7 @@ class DiskStore:
         for name, what in (
             ("key", "the key"),
             ("length", "the number of items"),
-            ("items", "the items, or how they are read,"),
+            ("items", "the items"),
         ):
             if index.get(name) != mine[name]:
                 values = "" if name == "items" else f" ({shown(index.get(name))}, here {shown(mine[name])})"
