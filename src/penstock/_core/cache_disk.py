@@ -523,11 +523,7 @@ class DiskStore:
         files = index.get("files")
         self._files = {name for name in files if isinstance(name, str)} if isinstance(files, list) else set()
         differs = []
-        for name, what in (
-            ("key", "the key"),
-            ("length", "the number of items"),
-            ("items", "the items"),
-        ):
+        for name, what in (("key", "the key"), ("length", "the number of items"), ("items", "the items")):
             if index.get(name) != mine[name]:
                 values = "" if name == "items" else f" ({shown(index.get(name))}, here {shown(mine[name])})"
                 differs.append(f"{what} differs{values}" if name != "items" else f"{what} differ, or how they are read")

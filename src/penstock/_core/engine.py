@@ -334,19 +334,21 @@ class Engine:
             interrupt, self._interrupt = self._interrupt, None
             raise interrupt
         try:
-            if not self.plan.workers and self._units and self._units[0].epoch != epoch:
-                self._leave(run)
-                return None
-            return self._next_chunk(run, epoch)
+            return None if self._has_ended(run, epoch) else self._next_chunk(run, epoch)
         finally:
             self._section.catch_up()
 
-    def _leave(self, run: int) -> None:
-        """An epoch has ended, the next has begun and nobody reads ahead: there is nothing more to be done."""
+    def _has_ended(self, run: int, epoch: int) -> bool:
+        """Whether the next epoch has begun, and nobody reads ahead: then there is nothing more to be done for this."""
+        if self.plan.workers:
+            return False
         with self._lock, self._section:
             self._check(run)
+            if not self._units or self._units[0].epoch == epoch:
+                return False
             self._settle()
             self._ledger.linger()
+            return True
 
     def _next_chunk(self, run: int, epoch: int) -> tuple[Unit, Chunk] | None:
         began = time.perf_counter()
@@ -843,8 +845,9 @@ class Engine:
 
     def _enlarge_pages_of_all(self, slot: int, size: int) -> None:
         """The same, for each slot before the first task is given out: while workers are busy it takes much longer."""
-        slots = [slot] if self._enlarged else range(len(self._ledger))
-        all(self._enlarge_pages(number, size) for number in slots)
+        for number in [slot] if self._enlarged else range(len(self._ledger)):
+            if not self._enlarge_pages(number, size):
+                break
 
     def _rows_a_task(self, count: int, loaded: int) -> int:
         """Items a task, so that it is worth its message and a slow one holds up little else; so many are loaded."""
