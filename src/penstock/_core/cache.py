@@ -385,7 +385,9 @@ class RamStore:
         """Have what is about to be written in large pages; so many items were there before."""
         if self._used > before:
             for start, size in self._ranges():
-                self._arena.enlarge_pages(start + before * size, (self._used - before) * size)
+                # All of it: nobody comes back to it, and what is being loaded meanwhile does not wait.
+                while not self._arena.enlarge_pages(start + before * size, (self._used - before) * size):
+                    pass
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         """Where each column starts, and what an item takes in it."""

@@ -639,9 +639,8 @@ class Filler:
         assert isinstance(load, Batched | BatchedInto)
         assert self._layout is not None
         self._kept.clear()
-        count = len(task.indices)
         # Numbers that follow each other stay a range: a list of them takes as long as some loads do.
-        left: Sequence[int] = range(count)
+        left: Sequence[int] = range(len(task.indices))
         if self._passed:
             left = [ordinal for ordinal in left if ordinal not in self._passed]
         items = None if self.program.reader is not None else self._items(task)
@@ -670,9 +669,8 @@ class Filler:
             assert self.program.reader is not None
             return self.program.reader.read(_where(task, part))
         if isinstance(items, Samples):
-            return items.copied(
-                list(part)
-            )  # a load may work in place, and if it fails they are wanted again as they were
+            # A load may work in place, and if it fails they are wanted again as they were.
+            return items.copied(list(part))
         if len(part) == part[-1] - part[0] + 1:
             return items[part[0] : part[-1] + 1]
         return [items[ordinal] for ordinal in part]
