@@ -159,6 +159,12 @@ class Chunk:
     """What is still to be copied there."""
     begun: Begun | None = None
     """How far that is, if others began with it."""
+    last: bool = False
+    """Whether nothing of its epoch comes after it; known only if the next epoch has begun."""
+    leased: tuple[Any, int] | None = None
+    """Its memory, where that was leased before anybody asked for it."""
+    made: Any = None
+    """What was made of that."""
 
 
 class Engine:
@@ -227,6 +233,8 @@ class Engine:
         self._leases = Leases(self._freed, weakref.WeakMethod(self._refill) if slots <= 2 else None)
         self._units: deque[Unit] = deque()
         self._last: Unit | None = None
+        self._epoch = 0
+        """The one that slots were asked for last."""
         self._by_task: dict[int, tuple[Unit, Chunk, int, Part]] = {}  # ..., items, their places in the unit
         self._requests: deque[Reply] = deque()
         self._source: Iterator[Unit] | None = None
@@ -334,21 +342,16 @@ class Engine:
             interrupt, self._interrupt = self._interrupt, None
             raise interrupt
         try:
-            return None if self._has_ended(run, epoch) else self._next_chunk(run, epoch)
+            return self._next_chunk(run, epoch)
         finally:
             self._section.catch_up()
 
-    def _has_ended(self, run: int, epoch: int) -> bool:
-        """Whether the next epoch has begun, and nobody reads ahead: then there is nothing more to be done for this."""
-        if self.plan.workers:
+    def is_over(self, run: int) -> bool:
+        """Whether an epoch that has given its last slot is over; not if its consumer has to be told something."""
+        if run != self.run or self._interrupt is not None:
             return False
-        with self._lock, self._section:
-            self._check(run)
-            if not self._units or self._units[0].epoch == epoch:
-                return False
-            self._settle()
-            self._ledger.linger()
-            return True
+        self._last = None
+        return True
 
     def _next_chunk(self, run: int, epoch: int) -> tuple[Unit, Chunk] | None:
         began = time.perf_counter()
@@ -364,6 +367,9 @@ class Engine:
             with self._lock, self._section:
                 self._check(run)
                 self._settle()
+                if epoch != self._epoch:
+                    self._epoch = epoch
+                    self._ledger.linger()
                 if self._requests:
                     self._answer_requests()
                 found = self._ready_head(epoch)
@@ -380,6 +386,7 @@ class Engine:
                         self.stats.wait_s += time.perf_counter() - began
                     self._measure()
                     self._turn(epoch)
+                    found[1].last = bool(self._units) and self._units[0].epoch != epoch
                     self._gave_rows = found[1].rows
                     self._gave_at_s = time.perf_counter()
                     return found
@@ -439,18 +446,57 @@ class Engine:
         for reply in self.crew.take():
             self._take(reply)
 
+    def ready_first(self, run: int, epoch: int) -> tuple[Unit, Chunk] | None:
+        """Without workers, while the last slot of an epoch is handed out: the first one of the next, leased already.
+
+        What can be made of it now is not made between the two, where a consumer waits that may need no more than
+        microseconds for a batch. If it is dropped, its slot comes free as any other.
+        """
+        with self._lock, self._section:
+            unit = self._units[0] if self._units and not self.plan.workers else None
+            if unit is None or run != self.run or unit.epoch == epoch or unit.open or unit.failure is not None:
+                return None
+            chunk = unit.chunks[0]
+            if chunk.failures or chunk.memory is not None or chunk.origin is not None:
+                return None
+            self._settle()
+            self._ledger.linger()
+            chunk.leased = self._lease(chunk)
+            return (unit, chunk) if chunk.leased is not None else None
+
+    def take_first(self, run: int, epoch: int) -> Chunk | None:
+        """The same slot when its epoch begins, if something was made of it and there is more behind it."""
+        self._check_process()
+        with self._lock, self._section:
+            unit = self._units[0] if self._units and self._prepared else None
+            if unit is None or unit.epoch != epoch or not unit.chunks or unit.chunks[0].made is None:
+                return None
+            if run != self.run or self._interrupt is not None or self._prepared[0].epoch != epoch:
+                return None
+            self._last = self._units.popleft()
+            self._epoch = epoch
+            chunk = unit.chunks.popleft()
+            self._gave_rows, self._gave_at_s = chunk.rows, time.perf_counter()
+            return chunk
+
     def lease(self, chunk: Chunk) -> tuple[Any, int] | None:
         """Memory of a chunk whose last reference frees the slot; None when it has to be copied."""
         if chunk.memory is not None:
             return self._gathered(chunk)
         with self._lock, self._section:
             self._check_open()
-            if not self._ledger.may_lease():
-                return None
-            self._ledger.lease(chunk.batch)
-            offset, capacity = self._regions[chunk.slot]
-            mapping, start = self.crew.arena.window(offset, capacity)
-            return self._leases.take(chunk.slot, mapping, start, capacity), 0
+            return self._lease(chunk)
+
+    def _lease(self, chunk: Chunk) -> tuple[Any, int] | None:
+        if chunk.leased is not None:
+            leased, chunk.leased, chunk.made = chunk.leased, None, None
+            return leased
+        if not self._ledger.may_lease():
+            return None
+        self._ledger.lease(chunk.batch)
+        offset, capacity = self._regions[chunk.slot]
+        mapping, start = self.crew.arena.window(offset, capacity)
+        return self._leases.take(chunk.slot, mapping, start, capacity), 0
 
     @property
     def held(self) -> int:
@@ -511,7 +557,11 @@ class Engine:
         if chunk.memory is not None:
             return
         with self._lock, self._section:
-            self._ledger.copied(chunk.batch)
+            if chunk.leased is not None:
+                chunk.leased = chunk.made = None
+                self._settle()
+            else:
+                self._ledger.copied(chunk.batch)
             self._fill(pull=False)
 
     def close(self) -> None:

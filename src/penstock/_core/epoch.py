@@ -11,7 +11,7 @@ import math
 import threading
 import warnings
 from collections import deque
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import optree
@@ -38,12 +38,33 @@ from penstock._core.task import Mode
 __all__ = ["Epoch", "ResourceHeld"]
 
 
+_END: Final = object()  # in place of a batch: there is none
+
+
 class ResourceHeld(UserWarning):
     """Batches are handed out as copies because the consumer keeps too many."""
 
 
+class _PutBy:
+    """What was copied out of slots and waits to be handed out: its rows, and whose they are."""
+
+    __slots__ = ("assembler", "segments", "units")
+
+    def __init__(self) -> None:
+        self.assembler = Assembler()
+        self.units: list[Unit] = []
+        self.segments: deque[list[int]] = deque()  # position, samples of it seen before, rows
+
+
 class Epoch:
     """One pass over the items of a feed; an iterator of batches."""
+
+    # One is made between two epochs, while a consumer waits that may need no more than microseconds for a batch: hence
+    # the slots, and nothing in them that most epochs do without.
+    __slots__ = (
+        "__weakref__", "_base", "_begun", "_each", "_ends", "_engine", "_given_bytes", "_inside", "_keeps", "_launched",
+        "_over", "_place", "_plain", "_put_by", "_schedule", "_shared", "_stats", "_turn", "complete", "number", "run",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -72,15 +93,15 @@ class Epoch:
         self._over = launched is None
         self.complete = False
         """Whether all of it was handed out."""
-        self._assembler = Assembler()
+        self._put_by: _PutBy | None = None
         self._given_bytes = 0
         """What was put together for the batch that the consumer has."""
         self._shared: _Shared | None = None
+        self._begun = self._ends = False
+        """Whether it was asked for anything, and whether the last of its slots was handed out."""
         self._plain = False
         """Whether its batches are handed out as they lie in the slot."""
         self._each = 1 if launched is None else launched.options.each or 1
-        self._put_by_units: list[Unit] = []
-        self._segments: deque[list[int]] = deque()  # position, samples of it seen before, rows: of what was put by
 
     def __iter__(self) -> Epoch:
         return self
@@ -101,12 +122,13 @@ class Epoch:
             if self._over:
                 raise StopIteration
             try:
-                return self._next()
-            except StopIteration:
-                raise  # complete: what is read ahead belongs to the epoch that follows
+                batch = self._next()
             except BaseException:
                 self.close()
                 raise
+            if batch is not _END:
+                return batch
+            raise StopIteration
 
     def __del__(self) -> None:
         # Not a way to close: an epoch that nobody holds any more must not go on reading ahead.
@@ -123,13 +145,11 @@ class Epoch:
         """Let go of everything that was not handed out."""
         if self._engine is not None:
             # A unit that goes on in another slot is in both: each of its items is to be given back once.
-            begun = {id(unit): unit for unit in (*self._put_by_units, *self._engine.stop(self.run))}
+            put_by = [] if self._put_by is None else self._put_by.units
+            begun = {id(unit): unit for unit in (*put_by, *self._engine.stop(self.run))}
             if self._schedule.take_back(list(begun.values()), self._place.position):
                 self._place.resume = (0, self._place.inside)
-            self._put_by_units.clear()
-            self._shared = None
-            self._assembler = Assembler()
-            self._segments.clear()
+            self._shared = self._put_by = None
 
     @property
     def done(self) -> bool:
@@ -144,16 +164,22 @@ class Epoch:
             if engine.run == self.run:
                 return self._slice(size) if shared.rows - shared.at <= size or not self._plain else self._quick(size)
             self._shared = None
-        while len(self._assembler) < size:
-            found = engine.next_chunk(self.run, self.number)
+        elif not self._begun:
+            self._begun = True
+            if (first := engine.take_first(self.run, self.number)) is not None:
+                self._shared, self._plain = first.made, True
+                return self._slice(size)
+        while (rows := 0 if self._put_by is None else len(self._put_by.assembler)) < size:
+            # Where that slot was the last, there is nothing to ask for, unless something is to be told.
+            found = None if self._ends and engine.is_over(self.run) else engine.next_chunk(self.run, self.number)
             if found is None:
-                if len(self._assembler) and not launched.options.drop_last:
-                    return self._assembled(len(self._assembler))
+                if rows and not launched.options.drop_last:
+                    return self._assembled(rows)
                 self._place.begin(self.number + 1, 0, 0)
-                self._over = True
-                self.complete = True
-                raise StopIteration
+                self._over = self.complete = True  # what is read ahead belongs to the epoch that follows
+                return _END
             unit, chunk = found
+            self._ends = chunk.last
             if engine.notices:
                 self._tell(engine.notices)
             self._note_failures(unit, chunk)
@@ -161,9 +187,9 @@ class Epoch:
                 return self._collated(unit, chunk)
             # What is left over at the end is not a batch where only full ones are wanted.
             whole = not chunk.failures and not (launched.options.drop_last and chunk.rows % size)
-            if engine.mode is Mode.ROWS and whole and not len(self._assembler):
+            if engine.mode is Mode.ROWS and whole and not rows:
                 return self._rows(unit, chunk)
-            self._put_by(unit, chunk)
+            self._put(unit, chunk)
         return self._assembled(size)
 
     def _rows(self, unit: Unit, chunk: Chunk) -> Any:
@@ -186,7 +212,20 @@ class Epoch:
         copy_of = chunk if lease is None else None
         self._shared = _Shared(leaves, row_size, chunk.rows, unit.start, copy_of, chunk.batch, chunk.origin)
         self._plain = copy_of is None and chunk.origin is None and launched.delivery is None
+        if chunk.last and self._plain and not layout.has_texts:
+            self._make_first()
         return self._slice(engine.plan.batch_size)
+
+    def _make_first(self) -> None:
+        """Make of the first slot of the next epoch, if it is there, what that will hand out."""
+        launched = self._launched
+        assert launched is not None
+        if (first := launched.engine.ready_first(self.run, self.number)) is None:
+            return
+        unit, chunk = first
+        assert chunk.leased is not None
+        leaves = rows_batch(launched.layout, *chunk.leased, chunk.rows, [], launched.options.door)
+        chunk.made = _Shared(leaves, launched.plan.sample_bytes, chunk.rows, unit.start, None, chunk.batch)
 
     def _slice(self, size: int) -> Any:
         """The next of the batches that lie in one slot; mostly there is one."""
@@ -350,14 +389,15 @@ class Epoch:
 
     # ---- what cannot be handed out as it lies
 
-    def _put_by(self, unit: Unit, chunk: Chunk) -> None:
+    def _put(self, unit: Unit, chunk: Chunk) -> None:
         """Copy the samples of a chunk out of its slot, to be cut into batches."""
         launched = self._launched
         assert launched is not None
+        put_by = self._put_by = self._put_by or _PutBy()
         engine, each = launched.engine, launched.options.each or 1
         if chunk.rows and launched.options.collate is not None:
             samples = packed_batch(chunk.body, launched.trees, *engine.peek(chunk), None, copy=True)
-            self._assembler.add([samples], None, len(samples), launched.plan.batch_size)
+            put_by.assembler.add([samples], None, len(samples), launched.plan.batch_size)
         elif chunk.rows:
             texts = chunk.body or []
             leaves = rows_batch(launched.layout, *engine.peek(chunk), _rows_in_slot(chunk), texts, None)
@@ -365,49 +405,50 @@ class Epoch:
                 leaves = _spread(leaves, chunk.origin)
             lost = {f.ordinal for f in chunk.failures} if engine.mode is Mode.ROWS else set()
             good = [i for i in range(chunk.rows) if i // each not in lost] if lost else None
-            self._assembler.add(leaves, good, chunk.rows, launched.plan.batch_size)
-        engine.beside_bytes = self._assembler.nbytes + self._given_bytes
-        engine.check_texts(self._assembler.text_bytes)
+            put_by.assembler.add(leaves, good, chunk.rows, launched.plan.batch_size)
+        engine.beside_bytes = put_by.assembler.nbytes + self._given_bytes
+        engine.check_texts(put_by.assembler.text_bytes)
         engine.release(chunk)
-        if not self._put_by_units or self._put_by_units[-1] is not unit:
-            self._put_by_units.append(unit)
+        if not put_by.units or put_by.units[-1] is not unit:
+            put_by.units.append(unit)
         if chunk.counts is not None:
             for ordinal, count in chunk.counts:
                 seen = unit.seen if ordinal == unit.seen_ordinal else unit.skip if ordinal == 0 else 0
-                self._segments.append([unit.start + ordinal, seen, count])
+                put_by.segments.append([unit.start + ordinal, seen, count])
                 unit.seen_ordinal, unit.seen = ordinal, seen + count
         else:
             lost = {f.ordinal for f in chunk.failures}
-            self._segments.extend([unit.start + i, 0, each] for i in range(len(unit.indices)) if i not in lost)
+            put_by.segments.extend([unit.start + i, 0, each] for i in range(len(unit.indices)) if i not in lost)
 
     def _assembled(self, rows: int) -> Any:
         assert self._launched is not None
-        each = self._launched.options.each
-        first, before, _ = self._segments[0]
+        put_by, each = self._put_by, self._launched.options.each
+        assert put_by is not None
+        segments = put_by.segments
+        first, before, _ = segments[0]
         position = inside = 0
         left = rows
         while left:
-            position, seen, count = self._segments[0]
+            position, seen, count = segments[0]
             used = min(left, count)
             left -= used
             inside = seen + used
             if used == count:
-                self._segments.popleft()
+                segments.popleft()
             else:
-                self._segments[0] = [position, inside, count - used]
+                segments[0] = [position, inside, count - used]
         if each is not None and inside == each:
             position, inside = position + 1, 0
-        batch = self._put_together(rows, COLLATE_INDEX + first + (before << 32))
-        self._put_by_units = [u for u in self._put_by_units if u.start + len(u.indices) > position]
+        batch = self._put_together(put_by.assembler.cut(), rows, COLLATE_INDEX + first + (before << 32))
+        put_by.units = [u for u in put_by.units if u.start + len(u.indices) > position]
         self._place.move(self.number, position, inside)
         return batch
 
-    def _put_together(self, rows: int, index: int) -> Any:
+    def _put_together(self, leaves: list[Any], rows: int, index: int) -> Any:
         """The samples that were put by as a batch."""
         launched = self._launched
         assert launched is not None
         options, convert = launched.options, launched.options.door
-        leaves = self._assembler.cut()
         if options.collate is not None:
             batch = self._collate(leaves[0], index)
             values = flatten(batch)[0]
