@@ -9,6 +9,7 @@ time; in the timed region only in the rounds that are made for that (``memory_ro
 
 from __future__ import annotations
 
+import compileall
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -421,6 +422,9 @@ def run(setup: Setup, *, tell: Callable[[str], None] = lambda _: None) -> Result
         absent.append(Absence(name, status, reason))
         tell(f"{name:8} {status}: {reason}")
 
+    # pip does so for everyone else. From an editable install every process of ours would compile it again, where
+    # PYTHONDONTWRITEBYTECODE is set, and have the memory that this takes.
+    compileall.compile_dir(Path(__file__).parent.parent, quiet=2)
     folder = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
     try:
         for place, name in enumerate(setup.workloads, 1):

@@ -228,7 +228,9 @@ def settle(seed: int, worker: int) -> None:
     """What every worker needs once: its own global random state, one thread for libraries that take all cores."""
     word = int(mix(seed, worker, os.getpid()))
     random.seed(word)
-    np.random.seed(word & 0xFFFFFFFF)  # noqa: NPY002 - the global state is what user code that predates Generators uses
+    # Whoever imports it later gets a state of his own; until then it is 2 MiB, and some milliseconds, for each worker.
+    if "numpy.random" in sys.modules:
+        np.random.seed(word & 0xFFFFFFFF)  # noqa: NPY002 - the global state is what user code before Generators uses
     if torch := sys.modules.get("torch"):
         torch.manual_seed(word >> 1)
         if "OMP_NUM_THREADS" not in os.environ or os.environ["OMP_NUM_THREADS"] == "1":
