@@ -312,11 +312,12 @@ def test_workers_that_do_not_fit_beside_a_group_are_told_what_works(kind: str, t
     assert plan(num_workers=int(fewer[1])).workers == int(fewer[1]) > 0
     assert 'executor="thread"' in text
     assert plan(executor="thread").workers == 4
+    many = 8 if kind == "file" else 11  # workers that are measured are smaller than those that are assumed
     with pytest.raises(penstock.BudgetError) as caught:
-        plan("184 MiB", num_workers=8)
+        plan("184 MiB", num_workers=many)
     group = re.search(r"shuffle=Blocks\(group=(\d+)\)", str(caught.value))
     assert group is not None
-    assert plan("184 MiB", num_workers=8, shuffle=Blocks(rows=20, group=int(group[1]))).workers == 8
+    assert plan("184 MiB", num_workers=many, shuffle=Blocks(rows=20, group=int(group[1]))).workers == many
 
 
 def test_an_item_that_fails_is_named_or_skipped(path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import math
 import mmap
 import os
@@ -228,6 +229,8 @@ class Engine:
         self._section = Section()
         self._lock = self._section.lock
         self._interrupt: BaseException | None = None
+        self._peeked: set[int] = set()
+        """Slots that somebody copies from who has no lease of them."""
         self._freed: deque[Lease] = deque()
         # With two slots, one is in the consumer's hands while it works: the other is all there is to read ahead into.
         self._leases = Leases(self._freed, weakref.WeakMethod(self._refill) if slots <= 2 else None)
@@ -240,6 +243,8 @@ class Engine:
         self._source: Iterator[Unit] | None = None
         self._broken: Exception | None = None
         self._prepared: deque[Unit] = deque()
+        self._drawn: list[Unit] = []
+        """The one that is on its way from there to a slot: it must not be lost if Ctrl-C comes in between."""
         self._ahead = 0
         self._starved = False
         """Whether the unit that is handed out next waits for memory that others hold: nothing new is begun."""
@@ -310,7 +315,7 @@ class Engine:
 
         ``ahead`` is how many units may be drawn before there is a slot for them: 1, or 0 for streams.
         """
-        self._check_process()
+        self.check_process()
         with self._lock, self._section:
             self._cancel()
             self._source = units
@@ -328,16 +333,19 @@ class Engine:
             if run != self.run:
                 return []
             # The last one that was handed out too: Ctrl-C may have come before the consumer had it.
-            left = [*self._begun(), *self._prepared]
+            left = [*self._begun(), *self._drawn, *self._prepared]
+            self._drawn.clear()
             if self._section.broken:  # the books cannot be trusted; the feed makes a new engine
                 self._source = None
             else:
                 self._cancel()
-            return left
+            self.run += 1  # whoever goes on with it is told
+        self._section.catch_up()
+        return left
 
     def next_chunk(self, run: int, epoch: int) -> tuple[Unit, Chunk] | None:
         """The next slot of an epoch, in order; None at its end. Blocks; raises what a load raised."""
-        self._check_process()
+        self.check_process()
         if self._interrupt is not None:
             interrupt, self._interrupt = self._interrupt, None
             raise interrupt
@@ -348,6 +356,7 @@ class Engine:
 
     def is_over(self, run: int) -> bool:
         """Whether an epoch that has given its last slot is over; not if its consumer has to be told something."""
+        self.check_process()
         if run != self.run or self._interrupt is not None:
             return False
         self._last = None
@@ -466,7 +475,7 @@ class Engine:
 
     def take_first(self, run: int, epoch: int) -> Chunk | None:
         """The same slot when its epoch begins, if something was made of it and there is more behind it."""
-        self._check_process()
+        self.check_process()
         with self._lock, self._section:
             unit = self._units[0] if self._units and self._prepared else None
             if unit is None or unit.epoch != epoch or not unit.chunks or unit.chunks[0].made is None:
@@ -493,6 +502,7 @@ class Engine:
             return leased
         if not self._ledger.may_lease():
             return None
+        self._peeked.discard(chunk.slot)
         self._ledger.lease(chunk.batch)
         offset, capacity = self._regions[chunk.slot]
         mapping, start = self.crew.arena.window(offset, capacity)
@@ -503,15 +513,19 @@ class Engine:
         """Slots that consumers hold now."""
         with self._lock, self._section:
             self._settle()
-            return self._ledger.leased
+            ahead = sum(chunk.leased is not None for unit in self._units for chunk in unit.chunks)
+            return self._ledger.leased - ahead
 
     def peek(self, chunk: Chunk) -> tuple[Any, int]:
         """Memory of a chunk to copy from; ``release`` it afterwards."""
-        self._check_open()
         if chunk.memory is not None:
+            self._check_open()
             return self._gathered(chunk)
-        offset, capacity = self._regions[chunk.slot]
-        return self.crew.arena.window(offset, capacity)
+        with self._lock, self._section:
+            self._check_open()
+            self._peeked.add(chunk.slot)
+            offset, capacity = self._regions[chunk.slot]
+            return self.crew.arena.window(offset, capacity)
 
     def upcoming(self, run: int, epoch: int) -> Chunk | None:
         """The slot that is handed out next, if it is full already: to look at, it stays where it is. Never blocks."""
@@ -561,8 +575,10 @@ class Engine:
                 chunk.leased = chunk.made = None
                 self._settle()
             else:
+                self._peeked.discard(chunk.slot)
                 self._ledger.copied(chunk.batch)
             self._fill(pull=False)
+        self._section.catch_up()
 
     def close(self) -> None:
         """End the crew. Batches that are alive stay right."""
@@ -600,9 +616,14 @@ class Engine:
         ledger, regions = self._ledger, self._regions
         if not ledger.leased or not hasattr(mmap, "MADV_REMOVE"):
             return []
-        free = [s for s in range(len(ledger)) if ledger.state(s) is not State.LEASED and regions[s][1]]
+        kept = {slot for slot in range(len(ledger)) if ledger.state(slot) is State.LEASED} | self._peeked
+        free = [slot for slot in range(len(ledger)) if slot not in kept and regions[slot][1]]
         found = [(*self.crew.arena.window(*regions[slot]), regions[slot][1]) for slot in free]
         return [place for place in found if isinstance(place[0], mmap.mmap)]
+
+    def catch_up(self) -> None:
+        """Do what was postponed, now that this thread is in the middle of nothing."""
+        self._section.catch_up()
 
     def postpone(self, action: Callable[[], object]) -> bool:
         """Whether this thread is in the middle of something here: then the action is done right after that."""
@@ -642,6 +663,7 @@ class Engine:
                 self._begin(unit, here=here, pull=pull, ahead=ahead)
         while pull and len(self._prepared) < self._ahead and (unit := self._draw(pull, fresh=True)) is not None:
             self._prepared.append(unit)
+        self._drawn.clear()
 
     def _begun(self) -> list[Unit]:
         """The units whose items are here, the one that was handed out last among them."""
@@ -660,14 +682,19 @@ class Engine:
         return sum(weights) + max(weights, default=0) < self._most_held or not any(weights)
 
     def _draw(self, pull: bool, *, fresh: bool = False) -> Unit | None:
+        self._drawn.clear()
         if self._prepared and not fresh:
-            return self._first_part(self._prepared.popleft())
+            self._drawn.append(self._prepared[0])
+            self._prepared.popleft()
+            return self._first_part(self._drawn[0])
         if not pull or self._source is None:
             return None
         try:
-            unit = next(self._source, None)
+            # In one call of C, so that it is never in nobody's hands.
+            self._drawn.extend(itertools.islice(self._source, 1))
         except Exception as error:  # noqa: BLE001 - the user's iterator: what it gave before is handed out first
-            self._broken, unit = error, None
+            self._broken = error
+        unit = self._drawn[0] if self._drawn else None
         if unit is None:
             self._source = None
         return unit if unit is None or fresh else self._first_part(unit)
@@ -836,6 +863,7 @@ class Engine:
         """The unit that will be begun after this one, drawn now if it may be."""
         if not self._prepared and pull and (unit := self._draw(pull, fresh=True)) is not None:
             self._prepared.append(unit)
+            self._drawn.clear()
         return self._prepared[0] if self._prepared else None
 
     def _units_told(self) -> int:
@@ -1227,10 +1255,12 @@ class Engine:
         self._settle()
         self._ledger.linger()
         self._ledger.cancel()
+        self._peeked.clear()
         self._withdraw()
         self._answer_requests()
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """Raise where this is a process that was forked off: what it has are copies of books, not slots."""
         if (pid := os.getpid()) != self._owner:
             raise LeaseError(
                 f"this feed belongs to process {self._owner}, and this is process {pid}, forked from it: make a Feed "
@@ -1245,8 +1275,8 @@ class Engine:
         self._check_open()
         if run != self.run:
             raise LeaseError(
-                "this iteration was ended by a newer one over the same feed: one feed gives one iteration at a time, "
-                "because they share its slots; make a second Feed to iterate twice at once"
+                "this iteration was ended by a newer one over the same feed, or by load_state_dict: one feed gives one "
+                "iteration at a time, because they share its slots; make a second Feed to iterate twice at once"
             )
 
     def _slow(self) -> tuple[int, Any] | None:

@@ -118,21 +118,31 @@ class Epoch:
 
     def __next__(self) -> Any:
         # Two threads may share an epoch: each batch goes to one of them.
-        with self._turn:
-            if self._over:
-                raise StopIteration
-            try:
+        place, before = self._place, None
+        try:
+            with self._turn:
+                if self._over:
+                    raise StopIteration
+                before = place.epoch, place.position, place.inside
                 batch = self._next()
-            except BaseException:
+                if self._engine is not None:
+                    self._engine.catch_up()
+                if batch is _END:
+                    before = None
+                    raise StopIteration
+        except BaseException:
+            if before is not None:
+                # Ctrl-C may have come after the batch was counted as handed out, and nobody has it.
+                if place.epoch == before[0]:
+                    place.move(*before)
                 self.close()
-                raise
-            if batch is not _END:
-                return batch
-            raise StopIteration
+            raise
+        return batch
 
     def __del__(self) -> None:
         # Not a way to close: an epoch that nobody holds any more must not go on reading ahead.
-        if not self._over and self._engine is not None and not self._engine.postpone(self.close):
+        # Ctrl-C may have come while it was made.
+        if not getattr(self, "_over", True) and self._engine is not None and not self._engine.postpone(self.close):
             self.close()
 
     def close(self) -> None:
@@ -162,6 +172,7 @@ class Epoch:
         engine, size = launched.engine, launched.plan.batch_size
         if (shared := self._shared) is not None:
             if engine.run == self.run:
+                engine.check_process()
                 return self._slice(size) if shared.rows - shared.at <= size or not self._plain else self._quick(size)
             self._shared = None
         elif not self._begun:
@@ -176,6 +187,7 @@ class Epoch:
                 if rows and not launched.options.drop_last:
                     return self._assembled(rows)
                 self._place.begin(self.number + 1, 0, 0)
+                self._put_by = None
                 self._over = self.complete = True  # what is read ahead belongs to the epoch that follows
                 return _END
             unit, chunk = found
@@ -424,6 +436,8 @@ class Epoch:
         assert self._launched is not None
         put_by, each = self._put_by, self._launched.options.each
         assert put_by is not None
+        # Not at the end: until a batch is in the consumer's hands, all that is in it can be given back.
+        put_by.units = [u for u in put_by.units if u.start + len(u.indices) > self._place.position]
         segments = put_by.segments
         first, before, _ = segments[0]
         position = inside = 0
@@ -439,8 +453,9 @@ class Epoch:
                 segments[0] = [position, inside, count - used]
         if each is not None and inside == each:
             position, inside = position + 1, 0
-        batch = self._put_together(put_by.assembler.cut(), rows, COLLATE_INDEX + first + (before << 32))
-        put_by.units = [u for u in put_by.units if u.start + len(u.indices) > position]
+        # By its place in the whole order: an epoch that goes on from somewhere has the same randomness.
+        index = self._base + first * self._place.world
+        batch = self._put_together(put_by.assembler.cut(), rows, COLLATE_INDEX + index + (before << 32))
         self._place.move(self.number, position, inside)
         return batch
 

@@ -255,6 +255,10 @@ class Schedule:
                         raise _too_heavy(cut, len(pulled), weight)
                     if len(pulled) - before < size:
                         break
+                if not pulled or (o.drop_last and cut.exact and len(pulled) < cut.unit_items):
+                    return
+                indices = base + o.rank + o.world * np.arange(start, start + len(pulled), dtype=np.int64)
+                unit = Unit(epoch, start, indices, pulled, inside if start == 0 else 0, weight=weight)
             except BudgetError:
                 stream.give_back(pulled)
                 raise
@@ -263,10 +267,7 @@ class Schedule:
                 if not isinstance(error, Exception):
                     raise
                 raise stream_error(error, start + len(pulled)) from error
-            if not pulled or (o.drop_last and cut.exact and len(pulled) < cut.unit_items):
-                return
-            indices = base + o.rank + o.world * np.arange(start, start + len(pulled), dtype=np.int64)
-            yield Unit(epoch, start, indices, pulled, inside if start == 0 else 0, weight=weight)
+            yield unit
             start += len(pulled)
 
     def take_back(self, units: list[Unit], position: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -288,7 +289,8 @@ def as_array(value: Any, *, path: str = "", item: Any = None) -> Array:
         )
     else:
         array = np.empty((), object)
-    if isinstance(array, np.ma.MaskedArray):
+    # Whoever has one has imported it; for all others it would be a megabyte and some milliseconds in each process.
+    if (masked := sys.modules.get("numpy.ma")) is not None and isinstance(array, masked.MaskedArray):
         raise SpecError(
             f"{whose(item)} has a masked array at {path or 'the top'}: a batch would lose the mask; "
             "return .filled(value), or data and mask as two arrays",

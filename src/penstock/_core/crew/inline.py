@@ -92,6 +92,7 @@ class InlineCrew:
         """What the thread has done; or else do one task here, or go on with the one that was put aside."""
         if self._helper is not None and (replies := self._helper.take()):
             return replies
+        current: int | None = None
         try:
             if self._paused is not None:
                 if self._granted is None:
@@ -109,7 +110,8 @@ class InlineCrew:
         except StopIteration as end:
             return [end.value]
         except BaseException:  # Ctrl-C in the middle of a load: it is never replied to
-            self._broken_off.append(current)
+            if current is not None:
+                self._broken_off.append(current)
             raise
         self._paused = (steps, reply)
         return [reply]
