@@ -153,8 +153,12 @@ def test_a_claim_names_those_who_might_have_been_better_and_did_not_run() -> Non
     name = "penstock: rate, times that of the best multi-process peer"
     others = next(c.others for c in CLAIMS if f"big: {name}" == c.text)
     ran = [_summary("penstock", 100.0), *(_summary(other, 20.0) for other in others)]
+    assert _verdicts(*ran)[name][1] == "yes"
     assert "not run" not in _verdicts(*ran)[name][2]
+    assert _verdicts(*ran[:-1])[name][1] == "not judged"
     assert _verdicts(*ran[:-1])[name][2].endswith(f"; not run: {others[-1]}")
+    slower = [_summary("penstock", 30.0), *ran[1:-1]]
+    assert _verdicts(*slower)[name][1] == "NO"  # whoever else there is
     skipped = harness.Summary("big", others[-1], "peer", "skipped", "it is not installed")
     assert _verdicts(*ran[:-2], skipped)[name][2].endswith(f"; not run: {others[-2]}, {others[-1]}")
     assert _verdicts(*ran[:2])[name][2].endswith(

@@ -200,6 +200,8 @@ def test_no_random_order_is_taken_for_that_of_the_source() -> None:
     for rows in (1, 2, 10, 26, 40, 70, 300, 3000):
         assert not any(in_order(rng.permutation(rows)) for _ in range(300))
     assert in_order(np.arange(40)) == "was to be shuffled, and 39 of 40 samples lie 1 from the one before"
+    windows = rng.permuted(np.arange(6400).reshape(-1, 64), axis=1).ravel()
+    assert in_order(windows).startswith("was to be shuffled, and of 6400 samples each lies about 2")
 
 
 @pytest.mark.parametrize("name", ["rows", "cifar", "latency", "slow"])

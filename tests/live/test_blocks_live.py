@@ -294,8 +294,10 @@ def test_a_state_of_a_group_that_was_asked_for_needs_no_plan(tmp_path: Path) -> 
 def test_workers_that_do_not_fit_beside_a_group_are_told_what_works(kind: str, tmp_path: Path) -> None:
     """Each way out that the error names is one, though a larger budget mixes more."""
 
+    some, many = (4, 8) if kind == "file" else (6, 11)  # measured ones are smaller than assumed ones
+
     def plan(memory: int | str = "68 MiB", **options: Any) -> Any:
-        with large_feed(kind, tmp_path, memory, **{"num_workers": 4, **options}) as feed:
+        with large_feed(kind, tmp_path, memory, **{"num_workers": some, **options}) as feed:
             return feed.plan
 
     with pytest.raises(penstock.BudgetError, match="A larger budget mixes more") as caught:
@@ -303,7 +305,7 @@ def test_workers_that_do_not_fit_beside_a_group_are_told_what_works(kind: str, t
     text, least = str(caught.value), caught.value.least
     assert f"Give memory={least}" in text
     assert "batch_size" not in text
-    assert plan(least).workers == 4
+    assert plan(least).workers == some
     if kind == "file":  # of which nothing is measured
         with pytest.raises(penstock.BudgetError):
             plan(least * 19 // 20)
@@ -311,8 +313,7 @@ def test_workers_that_do_not_fit_beside_a_group_are_told_what_works(kind: str, t
     assert fewer is not None
     assert plan(num_workers=int(fewer[1])).workers == int(fewer[1]) > 0
     assert 'executor="thread"' in text
-    assert plan(executor="thread").workers == 4
-    many = 8 if kind == "file" else 11  # workers that are measured are smaller than those that are assumed
+    assert plan(executor="thread").workers == some
     with pytest.raises(penstock.BudgetError) as caught:
         plan("184 MiB", num_workers=many)
     group = re.search(r"shuffle=Blocks\(group=(\d+)\)", str(caught.value))

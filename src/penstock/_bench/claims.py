@@ -143,7 +143,6 @@ CLAIMS: Final[tuple[Claim, ...]] = (
     _ratio("images", "penstock", "torch", 1.3),
     _best("images", "penstock", 1.1, but=_TORCH),
     _ratio("images", "penstock", "share", 0.95),
-    _ratio("images", "penstock", "share", 0.93),
     _ratio("images", "penstock-auto", "share", 0.93),
     _best("images", "penstock-auto", 1.0),
     _ratio("images", "penstock-cache", "preloaded", 0.8),
@@ -243,7 +242,7 @@ def _judge(claim: Claim, found: dict[tuple[str, str], Summary]) -> Verdict | Non
     got = _measured(claim, ours, best)
     if got is None:
         return Verdict(claim, None, None, "this system does not tell")
-    holds = got >= claim.wanted if claim.is_least else got <= claim.wanted
+    holds: bool | None = got >= claim.wanted if claim.is_least else got <= claim.wanted
     if best is not None and len(claim.others) > 1:
         notes.insert(0, f"that is {best.contender}")
     if (
@@ -255,7 +254,10 @@ def _judge(claim: Claim, found: dict[tuple[str, str], Summary]) -> Verdict | Non
         notes.append("but slower")
     notes.append(_doubt(claim.measure, ours, *([best] if best is not None else [])))
     known = {other.contender for other in ran}
-    absent = _absent([name for name in claim.others if name not in known])
+    missing = [name for name in claim.others if name not in known]
+    if missing and holds:
+        holds = None  # one of those might be the best
+    absent = _absent(missing)
     return Verdict(claim, got, holds, "; ".join(filter(None, (", ".join(filter(None, notes)), absent))))
 
 

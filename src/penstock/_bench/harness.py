@@ -422,11 +422,11 @@ def run(setup: Setup, *, tell: Callable[[str], None] = lambda _: None) -> Result
         absent.append(Absence(name, status, reason))
         tell(f"{name:8} {status}: {reason}")
 
-    # pip does so for everyone else. From an editable install every process of ours would compile it again, where
-    # PYTHONDONTWRITEBYTECODE is set, and have the memory that this takes.
-    compileall.compile_dir(Path(__file__).parent.parent, quiet=2)
     folder = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
     try:
+        # pip does so for everyone else. From an editable install every process of ours would compile it again, where
+        # PYTHONDONTWRITEBYTECODE is set, and have the memory that this takes.
+        compileall.compile_dir(Path(__file__).parent.parent, quiet=2)
         for place, name in enumerate(setup.workloads, 1):
             workload = workload_of(name)
             if reason := _missing(workload.needs):

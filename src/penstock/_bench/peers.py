@@ -386,7 +386,7 @@ class _Spdl:
         if processes:
             how["executor"] = self._pool
         batches = Batches(job)
-        if job.costly:
+        if job.waiting:  # a task a sample, so that each of them is waited for alone; else one a batch, as for threads
             builder = builder.add_source(job.items, continuous=True).pipe(job.load, **how)
             builder = builder.aggregate(job.batch_size).pipe(stacked, output_order="input")
         else:

@@ -225,6 +225,10 @@ def in_order(ids: Array, before: Array | None = None) -> str:
     steps = np.bincount(np.abs(np.diff(ids)))
     if len(steps) and steps.max() > most:
         return f"was to be shuffled, and {steps.max()} of {len(ids)} samples lie {steps.argmax()} from the one before"
+    # In a permutation a third of them, on average; in one of small windows hardly any.
+    moved = float(np.abs(ids - np.arange(len(ids))).mean())
+    if len(ids) > _CHANCE and moved < len(ids) / 10:
+        return f"was to be shuffled, and of {len(ids)} samples each lies about {moved:.0f} places from where it stood"
     if before is not None and (same := int(np.count_nonzero(ids == before))) > most:
         return f"was to be shuffled anew, and {same} of {len(ids)} samples come where they came in the epoch before"
     return ""
