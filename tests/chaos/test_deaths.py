@@ -969,7 +969,8 @@ def meanwhile(action: Callable[[], None], every_s: float) -> Iterator[None]:
 @pytest.mark.parametrize("method", METHODS)
 def test_killing_the_template_is_not_noticed_in_the_data(method: Any) -> None:
     """All workers go with it; what they held is done again by those of the next one."""
-    with Feed(range(ITEMS), taking(0.002), batch_size=4, memory=MEMORY, num_workers=2, start_method=method) as feed:
+    items = range(4 * ITEMS)  # more than there are slots for: something is left to be done when it is killed
+    with Feed(items, taking(0.002), batch_size=4, memory=MEMORY, num_workers=2, start_method=method) as feed:
         batches = iter(feed)
         seen = next(batches)[:, 0].tolist()
         for _ in range(3):
@@ -977,7 +978,7 @@ def test_killing_the_template_is_not_noticed_in_the_data(method: Any) -> None:
             seen += next(batches)[:, 0].tolist()
         for batch in batches:
             seen += batch[:, 0].tolist()
-        assert seen == list(range(ITEMS))
+        assert seen == list(items)
         assert feed.stats.restarts >= 2
 
 

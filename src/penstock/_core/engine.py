@@ -296,6 +296,8 @@ class Engine:
         self._owner = os.getpid()
         self.run = 0
         """Counts iterations: an older one finds out here that it was replaced."""
+        self._stopped = -1
+        """The last one that was ended from outside: whoever goes on with it is told."""
 
     @property
     def text_bytes(self) -> int:
@@ -339,7 +341,7 @@ class Engine:
                 self._source = None
             else:
                 self._cancel()
-            self.run += 1  # whoever goes on with it is told
+            self._stopped = run
         self._section.catch_up()
         return left
 
@@ -357,7 +359,7 @@ class Engine:
     def is_over(self, run: int) -> bool:
         """Whether an epoch that has given its last slot is over; not if its consumer has to be told something."""
         self.check_process()
-        if run != self.run or self._interrupt is not None:
+        if not self._goes_on(run) or self._interrupt is not None:
             return False
         self._last = None
         return True
@@ -463,7 +465,7 @@ class Engine:
         """
         with self._lock, self._section:
             unit = self._units[0] if self._units and not self.plan.workers else None
-            if unit is None or run != self.run or unit.epoch == epoch or unit.open or unit.failure is not None:
+            if unit is None or not self._goes_on(run) or unit.epoch == epoch or unit.open or unit.failure is not None:
                 return None
             chunk = unit.chunks[0]
             if chunk.failures or chunk.memory is not None or chunk.origin is not None:
@@ -480,7 +482,7 @@ class Engine:
             unit = self._units[0] if self._units and self._prepared else None
             if unit is None or unit.epoch != epoch or not unit.chunks or unit.chunks[0].made is None:
                 return None
-            if run != self.run or self._interrupt is not None or self._prepared[0].epoch != epoch:
+            if not self._goes_on(run) or self._interrupt is not None or self._prepared[0].epoch != epoch:
                 return None
             self._last = self._units.popleft()
             self._epoch = epoch
@@ -1267,13 +1269,17 @@ class Engine:
                 "in the process that iterates it"
             )
 
+    def _goes_on(self, run: int) -> bool:
+        """Whether an iteration is the one that is going on."""
+        return run == self.run and run != self._stopped
+
     def _check_open(self) -> None:
         if self._closed:
             raise FeedClosed("the feed was closed: make a new one to go on")
 
     def _check(self, run: int) -> None:
         self._check_open()
-        if run != self.run:
+        if not self._goes_on(run):
             raise LeaseError(
                 "this iteration was ended by a newer one over the same feed, or by load_state_dict: one feed gives one "
                 "iteration at a time, because they share its slots; make a second Feed to iterate twice at once"
