@@ -158,3 +158,23 @@ def test_a_process_that_was_forked_off_gets_no_batch_in_the_middle_of_a_slot() -
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert sum(1 for _ in batches) == 480
+
+
+def test_what_was_skipped_is_told_in_the_same_words_however_often_it_is_saved() -> None:
+    """A job that is resumed every hour would else save longer and longer ones."""
+
+    def load(item: int) -> Any:
+        if item == 3:
+            raise ValueError("no such picture")
+        return np.int64(item)
+
+    states = []
+    state: dict[str, Any] | None = None
+    for _ in range(3):
+        with Feed(range(40), load, batch_size=4, memory="64 MiB", num_workers=0, on_error="skip") as feed:
+            if state is not None:
+                feed.load_state_dict(state)
+            next(iter(feed))
+            state = feed.state_dict()
+            states.append(state["skipped"])
+    assert states == [[[3, "ValueError: no such picture"]]] * 3

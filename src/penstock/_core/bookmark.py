@@ -155,7 +155,11 @@ def _count(state: Mapping[str, Any], name: str) -> int:
 def write_skipped(skipped: list[tuple[Any, BaseException]]) -> list[list[Any]]:
     """Items that were left out in the form in which they are saved: plain values as they are, others as text."""
     plain = (str, int, float, bool, type(None))
-    pairs = ((item if type(item) in plain else shown(item), said(error)) for item, error in skipped[-SKIPPED_KEPT:])
+    # One that came out of a saved state is told by its words, as it was then.
+    pairs = (
+        (item if type(item) in plain else shown(item), str(error) if type(error) is LoadError else said(error))
+        for item, error in skipped[-SKIPPED_KEPT:]
+    )
     return [[_short(item) if isinstance(item, str) else item, _short(text)] for item, text in pairs]
 
 
